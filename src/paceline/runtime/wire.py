@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from dataclasses import fields
 from itertools import count
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import zmq
@@ -25,6 +26,7 @@ from .clock import Late
 if TYPE_CHECKING:
     from torch import Tensor
 
+SPIN_S = 0.005  # for which a message is looked for before its receiver sleeps: a stage's pass on a small model
 LINGER_MS = 200  # for which what was sent may still leave after its socket was closed
 _HEAD: TypeAdapter[tuple[str, list[tuple[str, list[int]]]]] = TypeAdapter(tuple[str, list[tuple[str, list[int]]]])
 _NUMBERS = count()
@@ -83,15 +85,16 @@ def _fields(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], list[str]]:
 def _raw(tensor: Tensor) -> memoryview:
     import torch
 
-    raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(raw)
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()).cast("B")
 
 
 def _tensor(raw: Any, dtype: str, shape: list[int]) -> Tensor:
     import torch
 
     kind = getattr(torch, dtype)
-    return (torch.frombuffer(raw, dtype=kind) if len(raw) else torch.empty(0, dtype=kind)).view(shape)
+    return torch.frombuffer(raw, dtype=kind).view(shape) if len(raw) else torch.empty(shape, dtype=kind)
 
 
 class Line:
@@ -130,20 +133,23 @@ class Line:
             Late: none arrived in time.
             MessageError: what arrived is not a message of these kinds.
         """
+        if timeout != 0 and not self._arrives(timeout, beside):
+            raise Late("no message arrived in time")
         try:
             parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            if timeout == 0 or not self._arrives(timeout, beside):
-                raise Late("no message arrived in time") from None
-            parts = self.socket.recv_multipart(copy=False)
+            raise Late("no message arrived in time") from None
         return self.codec.decode([part.buffer for part in parts])
 
     def _arrives(self, timeout: float | None, beside: Line | None) -> bool:
-        if beside is None:
-            return bool(self.socket.poll(_ms(timeout)))
+        sockets = [line.socket for line in (self, beside) if line is not None]
+        until = perf_counter() + SPIN_S
+        while (timeout is None or timeout > SPIN_S) and perf_counter() < until:
+            if any(ready := [socket.get(zmq.EVENTS) & zmq.POLLIN for socket in sockets]):
+                return bool(ready[0])
         poller = zmq.Poller()
-        for line in (self, beside):
-            poller.register(line.socket, zmq.POLLIN)
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
         return self.socket in dict(poller.poll(_ms(timeout)))
 
     def close(self) -> None:
