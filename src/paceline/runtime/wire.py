@@ -87,7 +87,8 @@ def _raw(tensor: Tensor) -> memoryview:
 
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview((tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()).cast("B")
+    array: Any = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return memoryview(array).cast("B")
 
 
 def _tensor(raw: Any, dtype: str, shape: list[int]) -> Tensor:
@@ -142,23 +143,19 @@ class Line:
         return self.codec.decode([part.buffer for part in parts])
 
     def _arrives(self, timeout: float | None, beside: Line | None) -> bool:
-        sockets = [line.socket for line in (self, beside) if line is not None]
-        until = perf_counter() + SPIN_S
-        while (timeout is None or timeout > SPIN_S) and perf_counter() < until:
-            if any(ready := [socket.get(zmq.EVENTS) & zmq.POLLIN for socket in sockets]):
-                return bool(ready[0])
-        poller = zmq.Poller()
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
-        return self.socket in dict(poller.poll(_ms(timeout)))
+        sockets = [(line.socket, zmq.POLLIN) for line in (self, beside) if line is not None]
+        until, ready = perf_counter() + SPIN_S, list[Any]()
+        while (timeout is None or timeout > SPIN_S) and not ready and perf_counter() < until:
+            ready = zmq.zmq_poll(sockets, 0)
+        return self.socket in dict(ready or zmq.zmq_poll(sockets, _ms(timeout)))
 
     def close(self) -> None:
         """Close this end."""
         self.socket.close(LINGER_MS)
 
 
-def _ms(seconds: float | None) -> int | None:
-    return None if seconds is None else int(1e3 * seconds)
+def _ms(seconds: float | None) -> int:
+    return -1 if seconds is None else int(1e3 * seconds)
 
 
 def listening(kind: int, host: str = "", last_only: bool = False) -> tuple[zmq.Socket[bytes], str]:
