@@ -82,13 +82,10 @@ def _fields(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], list[str]]:
     return TypeAdapter(shape), [*plain], named
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def _raw(tensor: Tensor) -> bytes:
     import torch
 
-    if not tensor.numel():
-        return memoryview(b"")
-    array: Any = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return memoryview(array).cast("B")
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().tobytes()
 
 
 def _tensor(raw: Any, dtype: str, shape: list[int]) -> Tensor:
