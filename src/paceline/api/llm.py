@@ -145,6 +145,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int], None] | None = None,
         application: str | Sequence[str | None] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answer prompts, batched as memory and limits allow.
 
@@ -156,6 +157,7 @@ class LLM:
             params: one for all, or one a prompt; default: `SamplingParams()`.
             progress: called with the number of finished answers.
             application: whose adapters answer, one for all or one a prompt; None: the base model.
+            options: for all of them, as for `stream`.
 
         Returns:
             One output a prompt, in their order.
@@ -166,7 +168,7 @@ class LLM:
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = _one_each(params, SamplingParams, len(many), "SamplingParams")
         names = _one_each(application, str, len(many), "applications")
-        return self._run([self.job(*row) for row in zip(many, each, names, strict=True)], progress)
+        return self._run([self.job(*row, **options) for row in zip(many, each, names, strict=True)], progress)
 
     def chat(
         self,
@@ -174,14 +176,17 @@ class LLM:
         params: SamplingParams | None = None,
         stream: bool = False,
         application: str | None = None,
+        **options: Any,
     ) -> Any:
         """Answer a conversation: a list with one output, or with ``stream=True`` an iterator of `Chunk`.
+
+        ``options`` are as for `stream`.
 
         Raises:
             ConfigError: the model has no chat template, or the template refuses the messages, or there is no such
                 application.
         """
-        job = self.chat_job(messages, params, application)
+        job = self.chat_job(messages, params, application, **options)
         return self._stream(job) if stream else self._run([job], None)
 
     def stream(
@@ -201,20 +206,19 @@ class LLM:
 
     def job(self, prompt: Prompt, params: SamplingParams | None, application: str | None, **options: Any) -> Job:
         """Return a request for `stream` that is not submitted yet; errors as there."""
-        self.engine.check_application(application)
         return self._job(*encode(prompt, self.tokenizer), params, application, options)
 
     def chat_job(
         self, messages: Sequence[Message], params: SamplingParams | None, application: str | None, **options: Any
     ) -> Job:
         """Return a request for `chat` that is not submitted yet; errors as there."""
-        self.engine.check_application(application)
         ids, text = chat_ids(messages, self.tokenizer, self.config.model)
         return self._job(ids, text, params, application, options)
 
     def _job(
         self, ids: list[int], text: str | None, params: SamplingParams | None, application: str | None, options: Any
     ) -> Job:
+        self.engine.check_application(application)
         given = {"prompt": text, "application": application, **options}
         return partial(self.engine.submit, ids, params or SamplingParams(), **given)
 
