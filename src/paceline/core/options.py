@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -227,7 +227,7 @@ def _plain_name(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(map(str, inner))
-    if origin in (tuple, list):
+    if origin in (tuple, list, Sequence):
         return f"<{_plain_name(inner[0])},...>"
     if origin in (dict, Mapping):
         return f"a mapping from {type_name(inner[0])} to {type_name(inner[1])}"

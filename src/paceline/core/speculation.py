@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from .errors import CapabilityError, ConfigError
+from .options import check
 
 PREDICTION = "prediction"  # the drafter that reads predictions
 
@@ -21,27 +25,15 @@ class Speculation:
     enabled: bool = True  # False: nothing is ever drafted for it
     sources: Sequence[str] | None = None  # names of the drafters that are asked for it; None: all
     prediction: Sequence[int] = ()  # tokens that the output is likely to repeat: read by the drafter "prediction"
-    max_nodes: int | None = None  # most drafted nodes a step; None: as many as the engine's budget allows
+    max_nodes: Annotated[int, Field(ge=1)] | None = None  # most drafted nodes a step; None: the budget's
     trace: bool = False  # whether what each step did is kept: `Sequence.trace`
 
     def __post_init__(self) -> None:
-        remedy = "leave it out, or use enabled=False to draft nothing"
-        for name in ("enabled", "trace"):
-            if not isinstance(getattr(self, name), bool):
-                asked = f"speculation with {name}={getattr(self, name)!r}"
-                raise ConfigError(asked, "it is true or false", "choose one")
-        if self.max_nodes is not None and (type(self.max_nodes) is not int or self.max_nodes < 1):
-            wrong = "it must be a whole number of 1 or more"
-            raise ConfigError(f"speculation with max_nodes={self.max_nodes!r}", wrong, remedy)
-        if isinstance(self.prediction, str) or any(type(token) is not int for token in self.prediction):
-            raise ConfigError("speculation with a prediction", "it is a list of token ids", "encode its text")
+        check(self, "speculation with ")
+        if self.sources is not None and not self.sources:
+            raise ConfigError("speculation with sources=[]", "it names no drafter", "name one, or leave it out")
         object.__setattr__(self, "prediction", tuple(self.prediction))
-        if self.sources is None:
-            return
-        texts = not isinstance(self.sources, str) and all(isinstance(name, str) for name in self.sources)
-        if not texts or not self.sources:
-            raise ConfigError(f"speculation with sources={self.sources!r}", "name one drafter or several", remedy)
-        object.__setattr__(self, "sources", tuple(self.sources))
+        object.__setattr__(self, "sources", None if self.sources is None else tuple(self.sources))
 
     def chosen(self, known: Sequence[str]) -> frozenset[int] | None:
         """Return the marks of the engine's sources that draft for it; None: all.
