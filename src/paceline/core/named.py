@@ -73,17 +73,15 @@ def made(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]
 
 def pairs(asked: str, chosen: type[NamedConfig], rest: str | None) -> list[tuple[str, str]]:
     """Return ``option=value,option=value``; a tuple is written ``<1,1,3>``; None: there are none."""
-    return [] if rest is None else [_pair(asked, chosen, item) for item in re.split(r",(?![^<]*>)", rest)]
-
-
-def _pair(asked: str, chosen: type[NamedConfig], item: str) -> tuple[str, str]:
-    """Return ``option=value``."""
-    key, equals, text = (part.strip() for part in item.partition("="))
-    if not key or not equals:
-        known = list(hints(chosen))
-        remedy = f"its options are {', '.join(known)}" if known else f"{chosen.kind} has no options"
-        raise ConfigError(asked, f"{item!r} is not option=value", remedy)
-    return key, text
+    found = []
+    for item in [] if rest is None else re.split(r",(?![^<]*>)", rest):
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if not key or not equals:
+            known = list(hints(chosen))
+            remedy = f"its options are {', '.join(known)}" if known else f"{chosen.kind} has no options"
+            raise ConfigError(asked, f"{item!r} is not option=value", remedy)
+        found.append((key, text))
+    return found
 
 
 def _read_options(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class EngineService(Service):
             self._late.pop(message.id, None)
             self._engine.abort(message.id)
         elif isinstance(message, Look):
-            yield Looked(message.id, self._counters())
+            own = {**self._engine.describe_speculation(), "learning": self._llm.describe_learning()}
+            yield Looked(message.id, {**self._engine.snapshot().as_dict(), "speculation": own})
         elif isinstance(message, Describe):
             yield description(self._llm)
 
@@ -203,11 +204,6 @@ class EngineService(Service):
                 chunk.shown = _shown(stream, chunk.index)
         return chunks
 
-    def _counters(self) -> dict[str, Any]:
-        counted = self._engine.snapshot()
-        own = {**self._engine.describe_speculation(), "learning": self._llm.describe_learning()}
-        return {**counted.as_dict(), "speculation": own}
-
 
 def _shown(stream: _Stream, index: int) -> Shown:
     """Take out the steps since the last chunk; return what the request asks to see of them."""
@@ -225,6 +221,7 @@ def description(llm: LLM) -> Description:
     """Describe what an `LLM` serves."""
     config, limits, tokenizer = llm.config, llm.engine.limits, llm.tokenizer
     backend, template = getattr(tokenizer, "_tokenizer", None), getattr(tokenizer, "chat_template", None)
+    special = {} if tokenizer is None else tokenizer.special_tokens_map
     return Description(
         model=config.model,
         max_model_len=limits.max_model_len,
@@ -233,7 +230,7 @@ def description(llm: LLM) -> Description:
         applications=sorted(llm.engine.applications),
         tokenizer=None if backend is None else backend.to_str(),
         chat_templates=template if isinstance(template, dict) else {"default": template} if template else {},
-        special_tokens={} if tokenizer is None else _special(tokenizer),
+        special_tokens={name: str(value) for name, value in special.items() if isinstance(value, str)},
         sampling=generation.recommended(llm.folder),
         speculation={
             "drafter": None if config.drafter is None else str(config.drafter),
@@ -250,8 +247,3 @@ def _most_nodes(budget: Mapping[str, Any]) -> int:
     if budget["kind"] == "table":
         return max(budget["table"].values())
     return int(budget["cap"] if budget["kind"] == "auto" else budget["nodes"])
-
-
-def _special(tokenizer: Any) -> dict[str, str]:
-    """Return the tokens that templates name, as text."""
-    return {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}

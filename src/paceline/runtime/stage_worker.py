@@ -216,13 +216,8 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
 
 def _facts(source: Source, exact: bool) -> Facts:
     in_use = f"{kernels.describe()}, {torch.backends.cpu.get_cpu_capability()}"
-    more = {"torch": torch.__version__, "instructions": in_use if exact else ""}
-    return replace(facts_of(source), vocabulary=_vocabulary(source), **more)
-
-
-def _vocabulary(source: Source) -> str:
-    """Return the sha256 of the tokenizer's files: a stage has no tokenizer, and reading one takes long."""
-    digest = sha256()
+    vocabulary = sha256()  # of the tokenizer's files: a stage has no tokenizer, and reading one takes long
     for file in source.tokenizer_files():
-        digest.update(file.name.encode() + sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+        vocabulary.update(file.name.encode() + sha256(file.read_bytes()).digest())
+    more = {"torch": torch.__version__, "instructions": in_use if exact else ""}
+    return replace(facts_of(source), vocabulary=vocabulary.hexdigest(), **more)

@@ -135,18 +135,13 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
         return FixedBudget(size=drafter.spec.window)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
-    return _auto_budget(config, drafter, target)
-
-
-def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> AutoBudget:
-    """Make a budget from the model's calibration, where there is one, else from costs that are estimated now."""
     decoder = target.decoder
     found, where = calibration.find(target.folder, fingerprint(config, decoder))
-    if found is not None:
-        table, drafts = found.table, found.drafts
-    else:
-        table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
-    return AutoBudget.of(drafter.spec, table, drafts.get(_draft_name(config)))
+    if found is None:
+        return AutoBudget.of(drafter.spec, calibration.quick_estimate(decoder, config.max_sequences, why=where))
+    named = drafter_of(config)
+    draft = draft_key(str(getattr(named, "model", "")), str(getattr(named, "dtype", "auto")))
+    return AutoBudget.of(drafter.spec, found.table, found.drafts.get(draft))
 
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
@@ -154,13 +149,6 @@ def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
     kernels = "native" if compiled_layers(config, decoder.config, decoder.dtype) else "torch"
     kernels += f" in {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
     return calibration.fingerprint(decoder, kernels)
-
-
-def _draft_name(config: LLMConfig) -> str:
-    """Return the calibration's name for the draft model that the drafter runs; empty where it runs none."""
-    chosen = drafter_of(config)
-    name = getattr(chosen, "model", None)
-    return draft_key(str(name), str(getattr(chosen, "dtype", "auto"))) if name else ""
 
 
 def draft_key(name: str, dtype: str) -> str:

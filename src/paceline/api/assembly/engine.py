@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from ...core.errors import CapabilityError, ConfigError
-from ...draft.base import Drafter
 from ...engine.base import Origin
 from ...engine.engine import Engine, EngineLimits
 from ...engine.grammar import Grammars
@@ -68,8 +67,10 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
     drafter = build_drafter(config, target, beside, runtime)
     if drafter is not None:
         round_of(config.round, drafter.spec)  # before anything is allocated or started
-    if decoder.ranks is not None:
-        _check_beside_ranks(config.tensor_parallel, drafter)
+    if decoder.ranks is not None and drafter is not None and (drafter.spec.taps or drafter.spec.scratch):
+        wrong = "it reads the target's states or weights, of which each rank has a part"
+        asked = f"tensor_parallel={config.tensor_parallel} with drafter {drafter.spec.name!r}"
+        raise CapabilityError(asked, wrong, "use draft_model, ngram, suffix or streams")
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
         asked = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
@@ -100,14 +101,6 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)
     grammars = Grammars(target.tokenizer, shape.vocab_size, shape.eos_ids)
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
-
-
-def _check_beside_ranks(count: int, drafter: Drafter | None) -> None:
-    """Refuse a drafter that reads states or weights of the target."""
-    if drafter is not None and (drafter.spec.taps or drafter.spec.scratch):
-        wrong = "it reads the target's states or weights, of which each rank has a part"
-        remedy = "use draft_model, ngram, suffix or streams"
-        raise CapabilityError(f"tensor_parallel={count} with drafter {drafter.spec.name!r}", wrong, remedy)
 
 
 def check_shared(config: LLMConfig, other: LLMConfig) -> None:
