@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from kit.random_model import materialised
 from kit.study import Options, Study, Table, asked, numbers
 from micro_parts import decode as decoding
 from micro_parts import hops as hopping
@@ -24,7 +25,6 @@ from micro_parts import step_parts
 
 from paceline.api.llm import LLM
 from paceline.bench import encoding, machine, workloads
-from paceline.bench.models import materialised
 from paceline.core.sampling import SamplingParams
 from paceline.model.decoder import Decoder
 from paceline.model.families import linear_shapes

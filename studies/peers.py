@@ -2,7 +2,7 @@
 
     make peers
     python studies/peers.py compared --tasks gsm8k,humaneval --prompts 6 --out build/peers
-    python studies/peers.py compared --peer llama.cpp --model random:12x768x2048x8192 --out build/random
+    python studies/peers.py compared --peer llama.cpp --model MADE --out build/random
 
 `make peers` builds them; one that is not there is named in the report. All answers go on to their full length, and
 peers decode greedily. The raw report and its page are in the folder `compared`.
@@ -21,7 +21,6 @@ from kit.study import Entry, Grid, Options, Study, Table, asked, measure
 
 from paceline.bench import report as say
 from paceline.bench.methods import default_methods
-from paceline.bench.models import RANDOM
 from paceline.bench.summary import Summary
 
 
@@ -36,19 +35,18 @@ class PeerFlags(Options):
         [], "As of `paceline bench`, or ENGINE/MODE; every drafter that fits where none is named."
     )
     batch: int = asked(1, "Prompts at once.", "N")
-    prompt_tokens: int = asked(64, "Length of a random model's prompts.", "N")
 
 
 study = Study("Paceline beside other engines.", PeerFlags, quick={"tasks": "wikisql", "prompts": 2, "repeats": 1})
 
 
-@study.table(takes=("method", "batch", "prompt_tokens"))
+@study.table(takes=("method", "batch"))
 def own(ask: PeerFlags) -> Grid:
     """Every drafter here, without peers; where passes round by their width, near ties are judged."""
     return beside(ask, [])
 
 
-@study.table(takes=("peer", "method", "batch", "prompt_tokens"))
+@study.table(takes=("peer", "method", "batch"))
 def compared(ask: PeerFlags) -> Iterator[Table | None]:
     """Every drafter here and every mode of the peers, over each peer's plain decoding."""
     grid = beside(ask, ask.peer or list(PEERS))
@@ -71,8 +69,6 @@ def beside(ask: PeerFlags, engines: list[str]) -> Grid:
     """Methods of this engine and of others."""
     ours = read_methods(ask.method, ask.dtype) if ask.method else default_methods(ask.model, ask.dtype)
     cells: dict[str, Any] = {"batches": (ask.batch,)}
-    if ask.model.startswith(RANDOM):
-        cells |= {"workloads": (), "prompt_tokens": ask.prompt_tokens}
     known = {method.name for method in ours}
     theirs = [m for m in peer_methods(engines, ask.dtype) if m.name not in known]
     methods = [*ours, *theirs]

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.papers.streaming.model import read_config
 from paceline.weights.source import resolve_folder
 
-OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
+OF_TARGET = ("exact", "kernels")  # settings on which an application's answers may depend
 
 
 def with_plain(methods: Sequence[Method], applications: Mapping[str, str]) -> list[Method]:

@@ -1,24 +1,65 @@
-"""Figures of studies: panels of lines, dots in rows, points, bars, stacked bars and spans, in the look of the bench."""
+"""Figures of studies: panels of lines, dots in rows, points, bars, stacked bars and spans; matplotlib draws them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.figures import COLOURS, MARKERS, PANEL_WIDTH, canvas, legend, name_rows
-from paceline.core.errors import ConfigError
+from paceline.core.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Okabe and Ito's colours, which most eyes can distinguish; yellow, too pale for a line, is left out.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+PANEL_WIDTH = 4.6  # inches
 PANEL_HEIGHT = 3.5  # inches
 TICK_LETTERS = 48  # under a panel, with two for the space after each number
 
 BAR_HEIGHT, ROW_HEIGHT = 0.25, 0.32  # inches a bar, a row of stacked bars
+
+
+def require_matplotlib() -> None:
+    """Raise CapabilityError where matplotlib is missing: better before a long run than after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CapabilityError("figures", "matplotlib is not installed", "run pip install matplotlib")
+
+
+@contextmanager
+def canvas(width: float, height: float, panels: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Yield a picture of so many inches, and its axes side by side; it is drawn and written within the context.
+
+    Raises:
+        CapabilityError: there is no matplotlib.
+    """
+    require_matplotlib()
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context(Path(__file__).with_suffix(".mplstyle")):
+        made = Figure(figsize=(width, height), layout="constrained")
+        yield made, list(made.subplots(1, panels, squeeze=False)[0])
+
+
+def legend(figure: Figure, axis: Axes, columns: int) -> None:
+    """Draw the names of one axis's marks for all axes, below them, so that they hide nothing; one mark needs none."""
+    handles, labels = axis.get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def name_rows(axis: Axes, names: list[str]) -> None:
+    """Write words at the left, the first on top, even where rows are missing."""
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.grid(axis="y", visible=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, Self, get_origin, get_type_hints
 
-from paceline.bench.figures import require_matplotlib
 from paceline.core.errors import CapabilityError, ConfigError, PacelineError
 from paceline.core.options import alternatives, named_values
 
+from .figures import require_matplotlib
 from .grid import Entry, Grid, GridLine, Table, measure, table_of
 from .stretched import stretched
 

@@ -92,7 +92,7 @@ def _scorer(kind: str) -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        remedy = 'get it: pip install "paceline[bench]"'
+        remedy = "get it: pip install rouge-score"
         raise CapabilityError("ROUGE scores", "the package rouge-score is missing", remedy) from error
     return RougeScorer([kind], tokenizer=RougeTokenizer())
 

@@ -99,7 +99,7 @@ def filled(decoder: Decoder) -> Decoder:
 def how(config: DecoderConfig) -> dict[str, Any]:
     """Compiled layers where they are."""
     native = unsupported(config, torch.bfloat16, torch.device("cpu")) is None
-    return {"dtype": torch.bfloat16, "native": native, "attention": make_backend("sdpa", torch.bfloat16)}
+    return {"dtype": torch.bfloat16, "native": native, "attention": make_backend(torch.bfloat16)}
 
 
 def count_of(config: DecoderConfig) -> int:

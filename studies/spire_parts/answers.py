@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from kit.random_model import materialised
 from kit.study import Table
 
 from paceline.api.llm import LLM
 from paceline.bench import machine
 from paceline.bench.measure import Builder
 from paceline.bench.methods import parse_method
-from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams

@@ -14,6 +14,7 @@ from typing import Any
 from kit import figures
 from kit.figures import Panel, Series
 from kit.filled import Filled
+from kit.random_model import materialised
 from kit.scores import workload_of
 from kit.study import Table
 
@@ -21,7 +22,6 @@ from paceline.api.llm import LLM
 from paceline.bench import machine, workloads
 from paceline.bench.calibrate import BATCHES, measure
 from paceline.bench.measure import Builder
-from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams

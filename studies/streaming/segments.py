@@ -13,12 +13,12 @@ import torch
 from kit.dense_streams import eager_loss
 from kit.grid import apart
 from kit.memory import Memory
+from kit.random_model import materialised
 from kit.study import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.bench import machine
 from paceline.bench import report as say
-from paceline.bench.models import materialised
 from paceline.core.errors import ConfigError
 from paceline.model.adapters import linear_shapes
 from paceline.papers.streaming.model import StreamSet

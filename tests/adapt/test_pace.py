@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from paceline.adapt.training import LEVEL, TrainingPace
+from paceline.adapt.training import LEVEL, TrainingPace, further_gain
 
 
 class Trainer:
@@ -50,3 +51,11 @@ def test_it_ends_where_its_time_is_over() -> None:
     made, trainer = pace(left=-1.0)
     check(made, 1e5, 0.5)
     assert trainer.stopped and not made.early
+
+
+def test_going_on_is_worth_it_while_checks_rise() -> None:
+    rising = [(1e5 * 2**n, 0.5 + 0.2 * n) for n in range(4)]
+    level = [(1e5 * 2**n, 1.0 + 0.001 * n) for n in range(4)]
+    assert further_gain(rising, 3e6) > 0.05 and further_gain(level, 3e6) < 0.01
+    assert further_gain(rising[:2], 3e6) == math.inf
+    assert further_gain([(n, 2.0 - n / 1e6) for n, _ in rising], 3e6) == 0.0

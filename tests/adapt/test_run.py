@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 from paceline import LLM, SamplingParams
 from paceline.adapt import run as whole
 from paceline.adapt import training
-from paceline.adapt.choice import forecasts
 from paceline.adapt.config import AdaptConfig
 from paceline.adapt.run import adapt
 from paceline.adapt.training import train
@@ -65,17 +64,14 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: Path, out: Path) -> None:
-    """Dry first, which counts down from a minute and keeps nothing; then to the end: folder, card, page, report,
-    `--drafter` and `auto`."""
+    """To the end: folder, card, page, report, `--drafter` and `auto`."""
     said: list[str] = []
     shown: list[str] = []
     asked = config(target, prompts, out)
-    dry = adapt(asked, said.append, shown.append, dry_run=True)
-    assert dry.verdict is None and not out.exists() and dry.words.startswith("chosen: eagle, as asked")
-    assert any("times plain expected" in line for line in said)
-    assert shown and all(line.split(", ")[-1] <= "0:01:00 left" for line in shown)
-    made = adapt(asked, said.append, quiet)
-    assert made.verdict is not None and made.verdict.trials == 4 * 5 and made.spent_s < 1.1 * HOURS * 3600
+    made = adapt(asked, said.append, shown.append)
+    assert any("tokens of answers" in line for line in said)
+    assert shown and all(line.split(", ")[-1] <= "0:30:00 left" for line in shown)
+    assert made.verdict.trials == 4 * 5 and made.spent_s < 1.1 * HOURS * 3600
     assert (made.verdict.sequences, made.verdict.equal) == (15, 15)
     assert {*made.verdict.times_plain} == {"look-ups", "new", "hybrid"}
     card = json.loads((out / "drafter" / "zoo.json").read_text())
@@ -99,17 +95,13 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
 
 
 @needs_chromium
-def test_its_page_fits_a_phone_and_shows_how_it_learned(target: Path, prompts: Path, out: Path) -> None:
+def test_its_page_fits_a_phone(target: Path, prompts: Path, out: Path) -> None:
     made = adapt(config(target, prompts, out), quiet, quiet)
     with browser() as page:
         for width in (1200, 420):
             page.open((out / "report" / "report.html").as_uri(), width)
             assert page.run("return document.documentElement.scrollWidth") <= width
-            assert made.verdict is not None and made.verdict.words[1:] in page.text("main")
-            sizes = [plot.size["width"] for plot in page.all(".plot svg") if plot.is_displayed()]
-            assert len(sizes) == 2 and min(sizes) > 300  # what it learned, what it is worth
-            heights = "[...document.querySelectorAll('.plot text')].map((each) => each.getBoundingClientRect().height)"
-            assert page.run(f"return Math.min(...{heights}.filter((height) => height))") > 10
+            assert made.verdict.words[1:] in page.text("main")
         assert not page.complaints()
 
 
@@ -149,24 +141,19 @@ def test_too_short_a_time_and_too_large_a_model_are_refused_with_what_would_do(
     found = re.search(wrong, str(refused.value))
     assert found is not None
     enough = adapt(replace(short, hours=float(found[1])), quiet, quiet)  # goes on from the survey, and ends in time
-    assert enough.verdict is not None and enough.verdict.trials >= 12
+    assert enough.verdict.trials >= 12
     assert enough.spent_s < 1.5 * 3600 * float(found[1])  # other work on the machine may come and go
     monkeypatch.setattr(whole, "LEAST_ANSWERS", 10**9)
     with pytest.raises(ConfigError, match=r"longer than that .* Give --hours \d+"):
-        adapt(config(target, prompts, tmp_path / "little"), quiet, quiet, dry_run=True)
+        adapt(config(target, prompts, tmp_path / "little"), quiet, quiet)
     monkeypatch.setattr(whole, "free_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"learning from it takes about .* GiB, .* --drafter suffix"):
         adapt(config(target, prompts, tmp_path / "large"), quiet, quiet)
 
 
-def test_no_folder_is_left_where_look_ups_are_as_good_or_nothing_was_trained(
+def test_no_folder_is_left_where_nothing_was_trained(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "forecasts", lambda *given: [replace(f, hybrid=1.0) for f in forecasts(*given)])
-    arguments = ["adapt", str(target), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--threads", "1"]
-    done = CliRunner().invoke(app, [*arguments, "--hours", str(HOURS)])
-    assert done.exit_code == 0 and "do not train: in this time none of eagle, lyanna, medusa" in done.stdout
-    assert not adapted.is_adapted(str(tmp_path / "out")) and not (tmp_path / "out" / "drafter").exists()
     asked, reserve = config(target, prompts, tmp_path / "none"), whole.Adaptation.reserve_s
     over = property(lambda run: 1e6 if run.work.done("answers") else reserve.fget(run))  # type: ignore[attr-defined]
     monkeypatch.setattr(whole.Adaptation, "reserve_s", over)
@@ -190,7 +177,7 @@ def test_a_full_disk_in_mid_training_loses_nothing(
         adapt(asked, quiet, quiet)
     answers = {f.name: f.read_bytes() for f in (tmp_path / "out" / "answers").glob("*.jsonl")}
     monkeypatch.setattr(whole, "train", train)
-    assert adapt(asked, quiet, quiet).verdict is not None
+    assert adapt(asked, quiet, quiet).verdict.trials
     assert answers == {f.name: f.read_bytes() for f in (tmp_path / "out" / "answers").glob("*.jsonl")}
 
 
@@ -210,7 +197,7 @@ given = dict(model=model, prompts=Path(prompts), out=Path(out), hours=0.5, kind=
 made = whole.adapt(AdaptConfig(**given), lambda text: None, lambda text: print(text, flush=True))
 print("done", made.verdict.chosen, flush=True)
 """
-PHASES = ["timing passes", "trying look-ups", "answering", "trying", "learning", "training", "last steps", "judging"]
+PHASES = ["timing passes", "answering", "learning", "training", "last steps", "judging"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted
 from paceline.engine.verification import DEFAULT_VERIFIER, VERIFIERS, VerifierKind
 
-MODEL = "random:2x64x128x512"
+MODEL = "paceline-small-draft"
 FAST = "fast"
 LENGTH = 12
 
@@ -51,7 +51,8 @@ def run_of(methods: list[str], dtype: str, out: Path | None = None, **changes: A
         "methods": tuple(parse_methods(methods, dtype)),
         "prompts": 2,
         "batches": (2,),
-        "prompt_tokens": 8,
+        "workloads": ("wikisql",),
+        "ignore_eos": True,
         "max_new_tokens": LENGTH,
         "repeats": 1,
         "threads": 1,

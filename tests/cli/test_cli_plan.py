@@ -94,8 +94,6 @@ def test_a_gguf_file_is_planned_as_it_is_stored(run: Any, tmp_path: Path) -> Non
         (("--window", "0"), "window must be 1 or more"),
         (("--depth", "0"), "depth must be 1 or more"),
         (("--batch", "0"), "batch must be 1 or more"),
-        (("--devices", "0"), "--devices 0: --devices must be 1 or more"),
-        (("--machine", "cpu", "--devices", "2"), "no link"),
         (("--tau", "spire=9"), "Give 1 to 5"),
         (("--tau", "spire"), "not a name and a value"),
         (("--draft", "nobody"), "no such model"),

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from kits.draft import paths_of, text, view
-from kits.tiny import MAX_POSITION, tiny_config, tiny_decoder
+from kits.tiny import tiny_config, tiny_decoder
 
 from paceline import kernels
 from paceline.core.sequence import Sequence
@@ -85,7 +85,7 @@ class Stage:
 
 def moved(x: torch.Tensor, rope: RopeConfig, positions: torch.Tensor, back: bool) -> torch.Tensor:
     """Keys [layers, heads, n, head_dim] turned by their positions [n], or back."""
-    cos, sin = (part[:, 0] for part in RopeTable(rope, MAX_POSITION, x.dtype, CPU).rows(positions))
+    cos, sin = (part[:, 0] for part in RopeTable(rope, x.dtype, CPU).rows(positions))
     dim = cos.shape[-1]
     part = x[..., :dim]
     turned = part * cos + part.roll(dim // 2, -1) * (-sin if back else sin)

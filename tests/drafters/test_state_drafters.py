@@ -266,7 +266,7 @@ def eagle3_logits(folder: Path, decoder: Decoder, tokens: list[int], path: list[
     w = {n.removeprefix("midlayer."): v.double() for n, v in load_file(folder / "model.safetensors").items()}
     norm = lambda x, name: F.rms_norm(x, (32,), w[f"{name}.weight"], 1e-6)  # noqa: E731
     states = torch.cat([tap for _, tap in sorted(taps_of(decoder, tokens).items())], -1)[:-1] @ w["fc.weight"].T
-    rope, config, outputs = RopeTable(RopeConfig(dim=8), 512, torch.float64, CPU), tiny_config(), []
+    rope, config, outputs = RopeTable(RopeConfig(dim=8), torch.float64, CPU), tiny_config(), []
     fed, keys, values = [*states], [], []
     for place, following in enumerate([*tokens[1:], *path]):
         g = fed[place] if place < len(states) else outputs[-1]

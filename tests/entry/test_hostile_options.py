@@ -87,8 +87,6 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "meta"}, "'cpu' and 'cuda'"),
         ({"kernels": None}, "kernels takes text"),
         ({"kernels": "fast"}, "there are no such kernels. Use one of: auto, native, torch"),
-        ({"attention": "flash"}, "no such attention backend"),
-        ({"attention": []}, "attention takes text"),
         ({"round": "mirror!"}, "there is no such round. Use one of: auto"),
         ({"round": 3}, "round takes text"),
         ({"verifier": "hope"}, "there is no such verifier"),

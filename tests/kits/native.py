@@ -15,11 +15,12 @@ from torch import Tensor
 from kits.tiny import _draw, tiny_config
 from paceline import kernels
 from paceline.kv.pool import KVPool, SequenceCache
-from paceline.model.attention import make_backend
+from paceline.model.attention.reference import ReferenceAttention
 from paceline.model.decoder import Decoder
 from paceline.model.linear import QUANTS
 from paceline.model.packing import RowPacker
 from paceline.model.rope import RopeConfig
+from paceline.model.rotations import scaled
 
 MISSING = kernels.unavailable()
 # Where there is a compiler, kernels that it refuses are a failure: the tests run, and fail.
@@ -28,7 +29,12 @@ needs_kernels = pytest.mark.skipif(MISSING is not None and not _WANTED, reason=f
 LENGTH = 90  # tokens of a text whose bits are compared
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16, "q4_0": torch.bfloat16}
 
-YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 48, "attention_factor": 1.14, "theta": 100.0}
+YARN = scaled(
+    "yarn",
+    {"factor": 4.0, "original_max_position_embeddings": 48, "attention_factor": 1.14},
+    RopeConfig(dim=32, theta=100.0),
+)
+LINEAR = scaled("linear", {"factor": 4.0}, RopeConfig(dim=32))
 BASE = {  # grouped queries, one sliding layer, no width a multiple of 32
     "vocab_size": 203,
     "d_model": 72,
@@ -40,11 +46,11 @@ BASE = {  # grouped queries, one sliding layer, no width a multiple of 32
     "windows": (None, 24),
     "eos_ids": (),
 }
-QWEN3 = {"qk_norm": True, "tied": True, "rope": RopeConfig(dim=32, **YARN)}
+QWEN3 = {"qk_norm": True, "tied": True, "rope": YARN}
 GEMMA3 = {  # norms behind both halves, and a rotation of its own in the layer that slides
     **{"qk_norm": True, "post_norms": True, "wide_norms": True, "tied": True, "activation": "gelu_tanh"},
-    **{"query_scalar": 20.0, "embedding_scale": 72**0.5, "rope": RopeConfig(dim=32, kind="linear", factor=4.0)},
-    "ropes": (RopeConfig(dim=32, kind="linear", factor=4.0), RopeConfig(dim=32, theta=50.0)),
+    **{"query_scalar": 20.0, "embedding_scale": 72**0.5, "rope": LINEAR},
+    "ropes": (LINEAR, RopeConfig(dim=32, theta=50.0)),
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
@@ -78,7 +84,6 @@ def make(
     kind: str = "float32",
     *,
     compiled: bool = True,
-    backend: str = "reference",
     change: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """A finished decoder of `BASE` with random weights, which are the same whatever runs them.
@@ -91,8 +96,7 @@ def make(
     values.setdefault("rope", RopeConfig(dim=values["head_dim"], theta=100.0))
     config, dtype = tiny_config(**values), KINDS[kind]
     quant = kind if kind in QUANTS else None
-    attention = make_backend(backend, dtype)
-    decoder = Decoder(config, attention, dtype=dtype, quant=quant, native=compiled)  # type: ignore[arg-type]
+    decoder = Decoder(config, ReferenceAttention(), dtype=dtype, quant=quant, native=compiled)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)
     for name, parameter in decoder.named_parameters():
         parameter.data.copy_(_draw(name, parameter.shape, generator))

@@ -45,7 +45,7 @@ def made(
     """A rank's share of the tiny target's layers, with the weights that they have in it; None: all of them."""
     kind: torch.dtype = getattr(torch, dtype)
     attention, ends = (
-        make_backend("reference" if kind == torch.float64 else "sdpa", kind),
+        make_backend(kind),
         layers[1] == config.num_layers,
     )
     whole = tiny_weights(Decoder(config, attention, dtype=kind))

@@ -31,7 +31,7 @@ def draft_decoder(
     config: DecoderConfig, seed: int, layers: int = LAYERS, dtype: torch.dtype = torch.float64, compiled: bool = False
 ) -> Decoder:
     """The last layers and the ends of `tiny_decoder(config, seed=seed)`, not yet finished."""
-    attention = make_backend("reference" if dtype == torch.float64 else "sdpa", dtype)
+    attention = make_backend(dtype)
     whole_one = Decoder(config, attention, dtype=dtype)
     parameters = tiny_weights(whole_one, seed)
     changes = {"num_layers": layers, "windows": (None,) * layers, "tied": False}

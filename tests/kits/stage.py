@@ -35,7 +35,7 @@ CONFIG = tiny_config(num_layers=LAYERS)
 
 def part(start: int, stop: int, words: bool, dtype: torch.dtype = torch.float64, compiled: bool = False) -> Decoder:
     """Layers of the tiny target alone, with the weights that they have in it."""
-    attention = make_backend("reference" if dtype == torch.float64 else "sdpa", dtype)
+    attention = make_backend(dtype)
     shape: dict[str, Any] = {"dtype": dtype, "native": compiled}
     whole = tiny_weights(Decoder(CONFIG, attention, dtype=dtype))
     made = Decoder(CONFIG.part(start, stop, words), attention, **shape)

@@ -25,6 +25,7 @@ from paceline.model.adapters import AdapterConfig, LowRank, linear_shapes
 from paceline.model.applications import Application
 from paceline.model.attention import make_backend
 from paceline.model.attention.base import Segment
+from paceline.model.attention.sdpa import SdpaAttention
 from paceline.model.base import Batch
 from paceline.model.decoder import Decoder
 from paceline.model.families import DecoderConfig
@@ -68,7 +69,6 @@ def tiny_decoder(
     noise: float = 0.0,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
-    attention: str = "auto",
     exact: bool | None = None,
     quant: Quant | None = None,
     merged: LowRank | None = None,
@@ -80,16 +80,13 @@ def tiny_decoder(
         config: its shape; default: `tiny_config`.
         seed: of the weights. One seed gives the same weights in every dtype, up to rounding.
         noise: what is added to every weight, as a share of its tensor's standard deviation.
-        attention: backend; "auto": the dense reference in float64, sdpa otherwise and where exact.
         exact: None: as an `LLM` has it by default, on torch's kernels in less than float64.
         merged: adapters that are added to the weights: W + scale * up down.
         compiled: on the compiled layers (float32 or bf16).
     """
     if exact is None:
-        exact = not compiled and dtype != torch.float64 and attention != "reference"
-    if attention == "auto":
-        attention = "reference" if dtype == torch.float64 and not exact else "sdpa"
-    backend = make_backend(attention, dtype, exact=exact)
+        exact = not compiled and dtype != torch.float64
+    backend = SdpaAttention(dtype, exact) if exact else make_backend(dtype)
     decoder = Decoder(
         config or tiny_config(), backend, dtype=dtype, device=device, exact=exact, quant=quant, native=compiled
     )

@@ -76,10 +76,10 @@ def model(name: str, dtype: str, exact: bool = True) -> Decoder:
     if name in SHAPES:
         quant = "int8" if dtype == "int8" else None
         shape = tiny_config(**SHAPES[name])
-        return tiny_decoder(shape, dtype=KINDS[dtype], exact=exact, quant=quant, attention="sdpa")
+        return tiny_decoder(shape, dtype=KINDS[dtype], exact=exact, quant=quant)
     folder = zoo.find(name)
     assert folder is not None
-    return load_model(resolve(folder, dtype), attention=make_backend("sdpa", KINDS[dtype], exact=exact), exact=exact)
+    return load_model(resolve(folder, dtype), attention=make_backend(KINDS[dtype], exact=exact), exact=exact)
 
 
 def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:

@@ -41,6 +41,7 @@ from paceline.kernels.layers import Stack, unsupported
 from paceline.kernels.linear import NativeLinear, top
 from paceline.kv.pool import KVPool
 from paceline.model.attention import make_backend
+from paceline.model.attention.reference import ReferenceAttention
 from paceline.model.base import Taps
 from paceline.model.decoder import Decoder
 from paceline.model.packing import RowPacker
@@ -67,7 +68,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("family", sorted(MAKERS))
 def test_every_family_gives_the_logits_of_torch(family: str, tmp_path: Path):
     build(family, tmp_path, seed=4)
-    reference = make_backend("reference", torch.float32)
+    reference = ReferenceAttention()
     plain = load_model(resolve(tmp_path, "float32"), attention=reference)
     oracle = whole(plain, tokens_of(plain, 150))
     assert oracle.std() > 0.5
@@ -76,8 +77,8 @@ def test_every_family_gives_the_logits_of_torch(family: str, tmp_path: Path):
         torch.testing.assert_close(whole(ours, tokens_of(ours, 150), width), oracle, atol=2e-4, rtol=1e-4)
     for dtype in ("bfloat16", "int8"):
         kind = KINDS[dtype]
-        torchs = load_model(resolve(tmp_path, dtype), attention=make_backend("sdpa", kind))
-        ours = load_model(resolve(tmp_path, dtype), attention=make_backend("sdpa", kind), native=True)
+        torchs = load_model(resolve(tmp_path, dtype), attention=make_backend(kind))
+        ours = load_model(resolve(tmp_path, dtype), attention=make_backend(kind), native=True)
         tokens = tokens_of(ours, 150)
         least = error(whole(torchs, tokens), oracle)
         most = 1.3 if dtype == "bfloat16" else 1.6  # beside int8 weights the inputs may be rounded to bytes too
@@ -509,7 +510,7 @@ def test_what_they_do_not_support_has_a_reason(name: str):
     config = tiny_config(**(BASE | changes))
     why = unsupported(config, dtype, torch.device("cpu"))
     assert why is not None and reason in why
-    decoder = Decoder(config, make_backend("reference", dtype), dtype=dtype, native=True)
+    decoder = Decoder(config, ReferenceAttention(), dtype=dtype, native=True)
     for parameter in decoder.parameters():
         parameter.data.fill_(0.1)
     with pytest.raises(CapabilityError, match="native=True"):
@@ -519,9 +520,7 @@ def test_what_they_do_not_support_has_a_reason(name: str):
 def test_reasons_of_device_and_of_int8():
     assert "not on cuda" in (unsupported(tiny_config(**BASE), torch.float32, torch.device("cuda")) or "")
     assert unsupported(tiny_config(**BASE), torch.float32, torch.device("cpu")) == MISSING
-    decoder = Decoder(
-        tiny_config(**BASE), make_backend("sdpa", torch.float32), dtype=torch.float32, quant="int8", native=True
-    )
+    decoder = Decoder(tiny_config(**BASE), make_backend(torch.float32), dtype=torch.float32, quant="int8", native=True)
     for parameter in decoder.parameters():
         parameter.data.fill_(0.1)
     with pytest.raises(CapabilityError, match="native=True"):
@@ -551,8 +550,6 @@ def test_networks_they_do_not_support_run_on_torch(tmp_path: Path):
         LLM(str(tmp_path / "llama2"), dtype="float64", kernels="native", **LLM_OPTIONS)
     with pytest.raises(ConfigError, match="no such kernels"):
         LLM(str(tmp_path / "llama2"), kernels="fast", **LLM_OPTIONS)
-    with pytest.raises(ConfigError, match="attention of their own"):
-        LLM(str(tmp_path / "llama2"), kernels="native", attention="sdpa", **LLM_OPTIONS)
 
 
 @needs_kernels
@@ -565,8 +562,6 @@ def test_an_llm_uses_them_unless_told_otherwise(tmp_path: Path):
         "torch": False,
     }
     assert answer(made["auto"]) == answer(made["native"]) == answer(made["torch"])
-    by_attention = LLM(str(tmp_path), dtype="float32", attention="sdpa", **LLM_OPTIONS)
-    assert by_attention._target.decoder.stack is None
 
 
 # -- building

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kits.blocks import dequantise
 from kits.native import needs_kernels
 from torch import Tensor
 
 from paceline import kernels
 from paceline.kernels import abi
 from paceline.kernels.linear import NativeLinear
-from paceline.weights.blocks import BY_NAME, GROUPED, TYPES, BlockType, dequantise, quantise
+from paceline.weights.blocks import BY_NAME, GROUPED, TYPES, BlockType, quantise
 
 ALL = (*TYPES, *GROUPED.values())
 EACH = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.name)

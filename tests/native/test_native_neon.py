@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kits.blocks import dequantise
 from kits.native import needs_kernels
 from test_native_blocks import ALL, INPUTS, OUTPUTS, ROWS, blocks_of, packed, product, rounded, rows
 from torch import Tensor
 
 from paceline import kernels
-from paceline.weights.blocks import dequantise
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
 MISSING = [name for name in (COMPILER, EMULATOR[0]) if shutil.which(name) is None]

@@ -274,11 +274,11 @@ def test_a_conversation_changes_its_application(llm: LLM, capsys: pytest.Capture
     talk.begin(None)
     told = {}
     for name, shown in (("", "sql answers"), ("prose", "prose answers"), ("nosuch", "no such"), ("base", "base model")):
-        talk.commands["/as"](name)
+        talk.command("/as", name)
         assert shown in capsys.readouterr().err
         told[name] = talk.application
     assert told == {"": "sql", "prose": "prose", "nosuch": "prose", "base": None}
-    talk.commands["/as"]("sql")
+    talk.command("/as", "sql")
     talk.answer("Tell me")
     expected = llm.chat([{"role": "user", "content": "Tell me"}], GREEDY, application="sql")[0].outputs[0].text
     assert talk.messages[-1]["content"] == expected

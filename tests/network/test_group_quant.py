@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kits.blocks import dequantise
 from kits.four_bit_files import FORMS, LINEARS, write
 from kits.native import needs_kernels
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from paceline.model.attention import make_backend
 from paceline.model.attention.base import Segment
 from paceline.model.base import Batch
 from paceline.model.decoder import Decoder
-from paceline.weights.blocks import GROUPED, dequantise
+from paceline.weights.blocks import GROUPED
 from paceline.weights.loader import load_model, read_layout
 from paceline.weights.source import read_config, resolve
 
@@ -32,7 +33,7 @@ GROUPS = {"awq": 128, "gptq": 32, "compressed": -1, "gptq_v2": -1}  # of a form;
 
 def load(folder: Path, dtype: str = "auto", native: bool = True, **options: Any) -> Decoder:
     source = resolve(folder, dtype)
-    return load_model(source, attention=make_backend("sdpa", source.dtype, exact=False), native=native, **options)
+    return load_model(source, attention=make_backend(source.dtype, exact=False), native=native, **options)
 
 
 @torch.inference_mode()

@@ -38,7 +38,7 @@ def borrowing(lender: Decoder, normed: bool = False, **changes: Any) -> Decoder:
     """The lender's layers once more, over its embedding, norm and head."""
     kind = lender.dtype
     shape = tiny_config(**changes)
-    backend = make_backend("reference" if kind == torch.float64 else "sdpa", kind, exact=lender.exact)
+    backend = make_backend(kind, exact=lender.exact)
     given: dict[str, Any] = {"dtype": kind, "native": lender.stack is not None, "quant": lender.quant}
     given["exact"] = lender.exact
     made = Decoder(shape, backend, lender=lender.handle(), normed=normed, **given)
@@ -87,6 +87,6 @@ def test_layers_of_another_shape_are_refused():
         borrowing(decoder, d_model=48)
     with pytest.raises(CapabilityError, match="trained for this target"):
         borrowing(decoder, vocab_size=95)
-    backend = make_backend("sdpa", torch.float32)
+    backend = make_backend(torch.float32)
     with pytest.raises(CapabilityError, match="native=False"):
         Decoder(tiny_config(), backend, dtype=torch.float32, native=True, lender=decoder.handle())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 import time
@@ -157,53 +156,34 @@ def test_what_is_written_while_it_is_read_is_not_kept(
     assert not hashing._found and not small.exists()
 
 
-def damaged(record: dict[str, object], **values: object) -> bytes:
-    return json.dumps(record | values).encode()
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda record: b"",
-        lambda record: b"\xff\xfe",
-        lambda record: b"[" * 100_000,
-        lambda record: b"[]",
-        lambda record: json.dumps(record).encode()[:-9],
-        lambda record: damaged(record, hash="not one"),
-        lambda record: damaged(record, hash=7),
-        lambda record: damaged(record, kind="sha1"),
-        lambda record: damaged(record, path="/another"),
-        lambda record: damaged(record, inode=-1),
-        lambda record: damaged(record, more=1),
-    ],
-)
+@pytest.mark.parametrize("broken", [b"", b"\xff\xfe", b"not one", b"a" * 63, b"[" * 100_000])
 def test_a_damaged_record_is_not_believed(
-    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[[dict[str, object]], bytes]
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, broken: bytes
 ) -> None:
     file, reads = written(tmp_path, b"x" * 100), Reads(monkeypatch)
     first = content_hash(file)
     (kept,) = small.iterdir()
-    record = json.loads(kept.read_bytes())
-    kept.write_bytes(broken(dict(record)))
+    record = kept.read_bytes()
+    kept.write_bytes(broken)
     forget()
     assert content_hash(file) == first and reads.count == 2
-    assert json.loads(kept.read_bytes()) == record, "it is written anew"
+    assert kept.read_bytes() == record, "it is written again"
 
 
-def _keep_often(state: hashing.State) -> None:
+def _keep_often(state: str) -> None:
     for _ in range(300):
         hashing._keep(state, "a" * 64)
 
 
-def _recall_often(state: hashing.State) -> set[str | None]:
+def _recall_often(state: str) -> set[str | None]:
     return {hashing._recall(state) for _ in range(2000)}
 
 
 def test_processes_that_write_at_once_do_not_meet(tmp_path: Path, small: Path) -> None:
-    state = hashing._state_of(written(tmp_path, b"x" * 100))
+    _, state = hashing._state_of(written(tmp_path, b"x" * 100))
     hashing._keep(state, "a" * 64)
     with multiprocessing.get_context("fork").Pool(4) as pool:
         read = pool.apply_async(_recall_often, [state])
         pool.map(_keep_often, [state] * 3, chunksize=1)
         assert read.get() == {"a" * 64}, "a record is whole at any time"
-    assert [kept.name for kept in small.iterdir()] == [hashing._place(state).name]  # type: ignore[union-attr]
+    assert [kept.name for kept in small.iterdir()] == [state]

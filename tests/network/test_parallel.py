@@ -35,7 +35,7 @@ FEW = {"llama3", "llama-biased", "phi3", "gemma3"}
 def load(folder: Path, rank: int, memory: RankMemory, by_outputs: bool = False, **how: Any) -> Decoder:
     source = resolve(folder, how.pop("dtype", "float64"))
     share = Share(source.shape, rank, memory.count, by_outputs)
-    how = {"attention": make_backend("reference", torch.float64)} | how
+    how = {"attention": make_backend(torch.float64)} | how
     joins = memory.joins()
     joins.struct.rank = joins.rank = rank
     return load_model(source, ranks=Ranks(share, joins), **how)
@@ -58,7 +58,7 @@ def answer(decoder: Decoder) -> Tensor:
 def test_ranks_make_the_logits_of_one_process(family: str, tmp_path: Path) -> None:
     """By inputs and by outputs; of 4 ranks each two have one head of K and V, or each has one of its own."""
     build(family, tmp_path, vocab_size=202)  # which 4 do not divide
-    whole = answer(load_model(resolve(tmp_path, "float64"), attention=make_backend("reference", torch.float64)))
+    whole = answer(load_model(resolve(tmp_path, "float64"), attention=make_backend(torch.float64)))
     heads = read_config(tmp_path).num_kv_heads
     for count, by_outputs in ((2, False), (2, True), (4, False)):
         if max(count, heads) % min(count, heads):
@@ -83,7 +83,7 @@ def test_a_rank_reads_and_holds_its_part(dtype: str, monkeypatch: pytest.MonkeyP
         return found
 
     monkeypatch.setattr(loader, "get_tensor", reading)
-    how: dict[str, Any] = {"attention": make_backend("sdpa", torch.bfloat16), "native": True}
+    how: dict[str, Any] = {"attention": make_backend(torch.bfloat16), "native": True}
     sizes, reads = [], []
     for rank in (None, 0, 1):
         read.clear()

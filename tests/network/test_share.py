@@ -91,7 +91,7 @@ def test_a_table_that_grows_under_many_threads_holds_the_angles_of_one() -> None
     rope = RopeConfig(dim=8)
 
     def fresh() -> RopeTable:
-        return RopeTable(rope, 4096, torch.float32, torch.device("cpu"))
+        return RopeTable(rope, torch.float32, torch.device("cpu"))
 
     alone = fresh()
     places = [torch.arange(0, 5000, 7), torch.arange(900, 1100), torch.arange(4000, 4100), torch.tensor([2047, 2048])]

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError
-from paceline.model.attention import make_backend
 from paceline.model.attention.base import PADDING_SLOTS, Segment, key_mask
 from paceline.model.attention.reference import ReferenceAttention
 from paceline.model.attention.sdpa import BUCKET, SdpaAttention
@@ -140,14 +138,6 @@ def test_a_row_sees_its_window_along_its_own_path():
     mask = key_mask(segment, torch.tensor([4, 5, 5, 6, 6, 7]), 3)
     seen = [[i for i in range(10) if row[i]] for row in mask.tolist()]
     assert seen == [[2, 3, 4], [3, 4, 5], [3, 4, 6], [4, 5, 7], [4, 6, 8], [5, 7, 9]]
-
-
-def test_backends_by_name():
-    assert make_backend("reference", torch.float32).name == "reference"
-    exact = make_backend("sdpa", torch.float32, exact=True)
-    assert isinstance(exact, SdpaAttention) and exact.exact
-    with pytest.raises(ConfigError, match="there is no such attention backend"):
-        make_backend("flash", torch.float32)
 
 
 # -- exact: a row's bits depend on its own query and keys alone

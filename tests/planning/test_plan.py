@@ -86,14 +86,6 @@ def test_what_the_user_says_of_acceptance_counts() -> None:
     assert found["magicdec"].tau == pytest.approx(3.891)
 
 
-def test_a_mixture_gains_less_where_a_batch_leaves_experts_cold() -> None:
-    """Verifying five rows reads more experts than one row does: a dense model pays nothing for them."""
-    common = {"batch": 1, "context": 256, "depth": 4}
-    dense, mixed = ranked(target="llama-3-8b", **common), ranked(target="qwen3-30b-a3b", **common)
-    assert dense["ngram"].multiplier > 1.5 > mixed["ngram"].multiplier
-    assert "weight-bound" in reasons(target="qwen3-30b-a3b", **common)["ngram"].split(";")[1]
-
-
 @given(st.floats(0, 1), st.integers(1, 64))
 def test_tokens_a_round_and_back(accept: float, depth: int) -> None:
     tau = Acceptance(accept=accept, source="").tokens(depth)

@@ -45,16 +45,6 @@ def test_attention_is_four_flops_a_key_a_head_and_a_dimension() -> None:
     assert cost.forward(0.0) == cost.compute + cost.attention
 
 
-def test_a_mixture_reads_the_union_of_the_experts_that_its_rows_choose() -> None:
-    mixed = shape("mixtral-8x7b")
-    one, all_of_them = mixed.read_parameters(1), mixed.read_parameters(10_000)
-    assert one == pytest.approx(mixed.active_parameters) and all_of_them == pytest.approx(mixed.body_parameters)
-    assert mixed.experts is not None and mixed.experts.touched(2) == pytest.approx(8 * (1 - 0.75**2))
-    costs = [throughput.pass_cost(ServedModel(shape=mixed), 1, 0, rows) for rows in (1, 5)]
-    assert costs[1].compute == pytest.approx(5 * costs[0].compute)
-    assert 1.5 < costs[1].weights / costs[0].weights < 3  # so that verification costs more than one pass
-
-
 def test_sliding_layers_see_their_window() -> None:
     mistral = shape("mistral-7b")
     assert mistral.kv_values(4096) == mistral.kv_values(32_768) == 4096 * mistral.kv_values(1)
@@ -73,29 +63,6 @@ def test_a_tree_pays_for_its_rows() -> None:
     costs = [throughput.round_of(each, target, draft, 4, width) for width in (1, 8)]
     assert {rows for network, rows in asked if network == target} == {1, 5, 33}
     assert costs[1].verify > 2 * costs[0].verify and costs[1].draft > costs[0].draft
-
-
-# -- several devices
-
-
-def test_devices_share_the_work_and_talk() -> None:
-    machine, network = machines.machine("h100"), ServedModel(shape=LARGE)
-    one = throughput.pass_seconds(network, machine, 64, 4096)
-    eight = throughput.pass_seconds(network, machine, 64, 4096, devices=8)
-    fast = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, devices=8)
-    assert fast == pytest.approx(one / 8) and fast < eight < one / 4
-    sixteen = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, devices=16)
-    assert sixteen > fast / 2  # eight K/V heads cannot be shared by sixteen
-
-
-def test_an_all_reduce_is_a_rings() -> None:
-    """Two a layer, of 64 x 5 rows x 8,192 numbers in two bytes, on eight devices."""
-    machine, network = machines.machine("h100"), ServedModel(shape=LARGE)
-    endless = replace(machine, link=1e30)
-
-    on, off = (throughput.pass_seconds(network, m, 64, 4096, 5, devices=8) for m in (machine, endless))
-    volume = 2 * 80 * 64 * 5 * 8192 * 2 / machine.link
-    assert on - off == pytest.approx(volume * 2 * 7 / 8)
 
 
 # -- what holds for any

@@ -255,7 +255,7 @@ def some_view(draw: random.Random, decoder: Decoder, pending: int, slots: int) -
     if pending > 1 or any(decoder.config.windows) or draw.random() < 0.3:
         return None, 0
     sinks, window = draw.choice([0, 1, min(3, slots)]), draw.choice([1, 2, 15, 2**31 - 1])
-    table = RopeTable(decoder.config.rope, 64, torch.float32, decoder.device)
+    table = RopeTable(decoder.config.rope, torch.float32, decoder.device)
     return sparse_view(sinks, window, table.reach(slots)), slots - sinks
 
 

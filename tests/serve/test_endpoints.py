@@ -168,12 +168,9 @@ def test_what_was_drafted_is_told_whole_and_streamed(server: LiveServer, path: s
     for found in (ask(server, path, **wish), stream(server, path, **wish)[0]):
         assert len(found.choice["provenance"]) == found.tokens
         assert sum(step["emitted"] for step in found.choice["trace"]) == found.tokens
-        spec, stats = found.whole["metrics"]["speculative_decoding"], found.whole["stats"]
-        assert sum(spec["per_step_drafted"]) == spec["num_draft_tokens"] == stats["drafted"] > 0
-        assert sum(spec["per_step_accepted"]) == spec["num_accepted_draft_tokens"] == stats["accepted"]
+        assert found.whole["stats"]["drafted"] >= found.whole["stats"]["accepted"] > 0
     plain = ask(server, path)
     assert not {"provenance", "trace"} & {*plain.choice}
-    assert "per_step_drafted" not in plain.whole["metrics"]["speculative_decoding"]
 
 
 @pytest.mark.parametrize("path", [path for path, endpoint in ENDPOINTS.items() if endpoint.tools])

@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no variable": ({"chat_template_kwargs": {"enable_thinking": False}}, "='enable_thinking': it is not a variable"),
     "a search": ({"web_search_options": {}}, "'web_search_options' is not supported"),
     "sound": ({"modalities": ["text", "audio"]}, "modalities.1"),
-    "both": ({"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools alone"),
+    "functions": ({"functions": [{"name": "f"}]}, "unknown field: functions"),
     "an image": ({"prediction": {"type": "content", "content": [{"type": "image", "text": "a"}]}}, "prediction"),
 }
 

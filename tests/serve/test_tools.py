@@ -115,36 +115,6 @@ def test_the_template_is_told_of_tools_and_of_calls(client: openai.OpenAI) -> No
     assert tokens(messages=said, tools=TOOLS) > tokens(messages=ASK, tools=TOOLS) + 10
 
 
-def test_functions_are_tools_in_their_old_form_whole_and_streamed(client: openai.OpenAI) -> None:
-    same: dict[str, Any] = {"model": MODEL, "seed": 1, "max_tokens": 120}
-    forced: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
-    tools = client.chat.completions.create(**same, messages=ASK, tools=TOOLS, tool_choice=forced).choices[0]
-    [call] = tools.message.tool_calls or []
-    assert call.type == "function"
-    same |= {"messages": ASK, "functions": [tool["function"] for tool in TOOLS], "function_call": {"name": "weather"}}
-    found = client.chat.completions.create(**same).choices[0]
-    function = found.message.function_call
-    assert function is not None and found.message.tool_calls is None and found.finish_reason == tools.finish_reason
-    assert (function.name, function.arguments) == ("weather", call.function.arguments)
-    parts = [c.choices[0].delta.function_call for c in client.chat.completions.create(**same, stream=True)]
-    told = [part for part in parts if part is not None]
-    assert told[0].name == "weather" and "".join(part.arguments or "" for part in told) == function.arguments
-    old: list[Any] = [
-        *ASK,
-        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
-        {"role": "function", "name": "weather", "content": "rain"},
-    ]
-    new: list[Any] = [
-        *ASK,
-        {"role": "assistant", "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]},
-        {"role": "tool", "tool_call_id": "a", "content": "rain"},
-    ]  # fmt: skip
-    answers = [client.chat.completions.create(model=MODEL, max_tokens=1, messages=said).usage for said in (old, new)]
-    assert answers[0] is not None and answers[1] is not None
-    assert answers[0].prompt_tokens == answers[1].prompt_tokens
-
-
 def test_a_call_whose_closing_tag_is_cut_leaves_no_content(client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": TOOLS, "temperature": 0}
     same["tool_choice"] = {"type": "function", "function": {"name": "weather"}}

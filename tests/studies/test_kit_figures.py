@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("matplotlib")
 
 from kit import figures
-
-from paceline.bench.figures import canvas, svg
 
 
 @pytest.mark.parametrize(
@@ -18,10 +14,7 @@ from paceline.bench.figures import canvas, svg
 )
 def test_a_logarithmic_axis_shows_numbers_that_fit(last: int, shown: list[str]) -> None:
     values = [2**n for n in range(last + 1)]
-    with canvas(4.6, 3.5, page=True) as (picture, [axis]):
+    with figures.canvas(4.6, 3.5) as (_, [axis]):
         axis.plot(values, values)
         figures.tick_values(axis, values, log=True)
-        drawn = svg(picture)
-    found = re.findall(r">([^<>\n]+)</text>", drawn)
-    assert "mathdefault" not in drawn
-    assert found[: len(shown)] == shown
+        assert [label.get_text() for label in axis.get_xticklabels()] == shown

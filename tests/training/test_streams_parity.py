@@ -31,7 +31,7 @@ def network() -> Network:
     """The trainable form of `tiny_decoder`, in float64."""
     made = Network(tiny_config(), frozen=True).to(torch.float64)
     assert made.config.rope is not None
-    made._ropes = RopeTables(made.config.rotations, made.config.max_position, torch.float64, torch.device("cpu"))
+    made._ropes = RopeTables(made.config.rotations, torch.float64, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in made.decoder.named_parameters():
         parameter.data.copy_(_draw(name, parameter.shape, generator))

@@ -38,7 +38,7 @@ def make_network(dtype: torch.dtype = torch.float64, **changes: Any) -> Network:
             parameter.data.mul_(8.0)
     network = network.to(dtype)
     assert network.config.rope is not None
-    network._ropes = RopeTables(network.config.rotations, 512, dtype, torch.device("cpu"))
+    network._ropes = RopeTables(network.config.rotations, dtype, torch.device("cpu"))
     return network
 
 

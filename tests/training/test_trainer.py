@@ -12,7 +12,7 @@ import pytest
 import torch
 from kits.eager_losses import eager_cross_entropy, eager_distilled
 from kits.tiny import VOCAB
-from toolkit import examples, largest_file, losses, network, trainer
+from toolkit import examples, largest_file, losses, network, run_until, trainer
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
@@ -138,7 +138,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(stops: tuple[int, ...],
     for stop in stops:
         part = trainer(tmp_path / "parts", draft())
         part.resume()
-        part.run(stop_after=stop)
+        run_until(part, stop)
         assert not part.finished
     last = trainer(tmp_path / "parts", draft())
     assert last.resume()
@@ -156,9 +156,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(stops: tuple[int, ...],
 def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "SAVE_EVERY", 2)
     first = trainer(tmp_path)
-    first.run(stop_after=4)
+    run_until(first, 4)
     kept = (tmp_path / CHECKPOINT).read_bytes()
-    first.run(stop_after=5)
+    run_until(first, 5)
     (tmp_path / CHECKPOINT).write_bytes(kept)  # as if the process had been killed after step 5
     again = trainer(tmp_path)
     again.resume()
@@ -187,7 +187,7 @@ def test_a_stop_ends_the_run_after_the_step_under_way(signalled: bool, tmp_path:
 
 def test_a_run_goes_on_in_another_precision(tmp_path: Path) -> None:
     """As after a move to another machine: each line of the log names its own."""
-    trainer(tmp_path, precision="bf16").run(stop_after=3)
+    run_until(trainer(tmp_path, precision="bf16"), 3)
     again = trainer(tmp_path, precision="fp32")
     assert again.resume() and again.step == 3
     again.run()
@@ -208,7 +208,7 @@ def test_a_run_goes_on_in_another_precision(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    trainer(tmp_path).run(stop_after=1)
+    run_until(trainer(tmp_path), 1)
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, **change).resume()
     more = trainer(tmp_path, evaluate_every=2)  # reports change no weight
@@ -224,7 +224,7 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path)
-    run.run(stop_after=2)
+    run_until(run, 2)
     kept = (tmp_path / CHECKPOINT).read_bytes()
     run.trained["decoder.embedding"].data.fill_(float("nan"))
     with pytest.raises(ConfigError, match="step 2: the loss is nan"):
@@ -245,10 +245,10 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
 
 def test_a_disk_that_is_full_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path)
-    run.run(stop_after=2)
+    run_until(run, 2)
     kept = (tmp_path / CHECKPOINT).read_bytes()
     with largest_file(100_000), pytest.raises(ConfigError, match="it cannot be written .* continues from the last"):
-        run.run(stop_after=4)
+        run_until(run, 4)
     assert (tmp_path / CHECKPOINT).read_bytes() == kept
     assert sorted(p.name for p in tmp_path.iterdir()) == [CHECKPOINT, "log.jsonl"]
     again = trainer(tmp_path)

@@ -18,7 +18,7 @@ import torch
 from kits import stream_sets
 from kits.stream_sets import MODEL, save_set
 from safetensors.torch import load_file, save_file
-from toolkit import trainer, write_data, write_target
+from toolkit import run_until, trainer, write_data, write_target
 from train_target import TargetRecipe
 
 from paceline.papers.streaming.model import StreamSet
@@ -68,7 +68,7 @@ def test_a_stopped_run_becomes_a_model(tmp_path: Path) -> None:
     init.mkdir()
     write_target(init, write_data(tmp_path))
     job = trainer(folder, TargetRecipe(network := Network.load(init), {}))
-    job.run(stop_after=2)
+    run_until(job, 2)
     assert not job.finished
     done = run(folder, "--init", init, "--out", out, tool="export_checkpoint")
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,27 @@ def trainer(out: Path, recipe: Any = None, phases: list[Phase] | None = None, se
     mixture = Mixture([(1.0, examples(12)), (2.0, examples(20, seed=1))], seed, 0.1)
     rows = phases or [Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96)]
     return Trainer(recipe or TargetRecipe(network(), {}), mixture, rows, settings, out)
+
+
+class Stopper:
+    """A watcher that stops a run after a step, as Ctrl-C does."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        if step == self.last:
+            signal.raise_signal(signal.SIGINT)
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+
+def run_until(run: Trainer, last: int) -> None:
+    """Train until the end of step ``last``."""
+    run.watchers.append(stopper := Stopper(last))
+    run.run()
+    run.watchers.remove(stopper)
+    run._stop.clear()
 
 
 def losses(out: Path) -> list[float]:

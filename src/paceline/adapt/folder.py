@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..bench.figures import COLOURS, PANEL_WIDTH, canvas, drawable, svg
 from ..bench.records import PLAIN
-from ..bench.report import JSON_NAME, framed, load_report, write_report
+from ..bench.report import JSON_NAME, load_report, write_report
 from ..draft import adapted
 from ..train.files import writing
+from ..weights.files import stored_tensors
 from ..weights.zoo import CARD
-from .choice import Forecast
 from .config import AdaptConfig
 from .verdict import Verdict, drafters
 from .work import FULL
@@ -26,7 +25,6 @@ def leave(
     config: AdaptConfig,
     folder: Path,
     mark: str,
-    plan: Forecast,
     trained: Mapping[str, Any],
     found: Verdict,
 ) -> None:
@@ -35,7 +33,6 @@ def leave(
     Args:
         folder: of the run.
         mark: fingerprint of the model.
-        plan: the forecast.
         trained: what training gave.
         found: what it is worth.
     """
@@ -45,32 +42,25 @@ def leave(
         fresh = folder / f"{adapted.WEIGHTS}.part"
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.copytree(folder / trained["result"], fresh)
-        parameters = _parameters(fresh)
+        headers = stored_tensors(sorted(fresh.glob("*.safetensors")), "train it again")
         card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
-        card |= {"parameters": parameters, "target": name, "read_by": plan.kind}
+        card |= {"parameters": sum(one.numel for one in headers), "target": name, "read_by": config.kind}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        told = page(plan, trained, found)
+        told = page(config.kind, trained, found)
         made = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."
         (fresh / "README.md").write_text(f"# A drafter for {name}\n\n{made}\n\n{told}", encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
-        text = {PLAIN: "none"}.get(found.chosen) or drafters(plan.kind, adapted.HERE)[found.chosen]
+        text = {PLAIN: "none"}.get(found.chosen) or drafters(config.kind, adapted.HERE)[found.chosen]
         settings = {"drafter": text, "target": name, "fingerprint": mark, "dtype": config.dtype}
-        adapted.write(folder, {**settings, "kind": plan.kind, "verdict": found.words})
+        adapted.write(folder, {**settings, "kind": config.kind, "verdict": found.words})
     if (folder / REPORT / JSON_NAME).is_file():
-        write_report(load_report(folder / REPORT), folder / REPORT, told, curve(trained))
+        write_report(load_report(folder / REPORT), folder / REPORT, told)
     adapted.remember(folder, mark)
 
 
-def _parameters(weights: Path) -> int:
-    """Return the numbers in the safetensors files of a folder, from their headers."""
-    from ..weights.files import stored_tensors
-
-    return sum(stored.numel for stored in stored_tensors(sorted(weights.glob("*.safetensors")), "train it again"))
-
-
-def page(plan: Forecast, trained: Mapping[str, Any], found: Verdict) -> str:
-    """Return the card for a reader: verdict, what was expected, data, tokens, checks, figures."""
+def page(kind: str, trained: Mapping[str, Any], found: Verdict) -> str:
+    """Return the card for a reader: verdict, data, tokens, checks, figures."""
     checks = "\n".join(f"| {tokens:,.0f} | {value:.2f} |" for tokens, value in trained["checks"])
     figures = "\n".join(
         f"| {method} | {value:.2f} [{low:.2f}, {high:.2f}] | {found.tokens_per_pass.get(method, 1.0):.2f} | "
@@ -86,10 +76,9 @@ def page(plan: Forecast, trained: Mapping[str, Any], found: Verdict) -> str:
 |:--|--:|--:|:--|
 {figures}
 """
-    return f"""**{found.words[:1].upper()}{found.words[1:]}.** Expected before: {plan.hybrid:.2f} times plain with
-look-ups, {plan.alone:.2f} alone.
+    return f"""**{found.words[:1].upper()}{found.words[1:]}.**
 
-Kind: {plan.kind}. Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
+Kind: {kind}. Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
 given prompts and to prompts that it drew itself.{early} Held-out prompts:
 
 | tokens learned from | accepted of a draft |
@@ -97,19 +86,3 @@ given prompts and to prompts that it drew itself.{early} Held-out prompts:
 {checks}
 
 {measured if figures else ""}"""
-
-
-def curve(trained: Mapping[str, Any]) -> list[str]:
-    """Return the learning curve as a picture; none where it was checked once, or nothing draws."""
-    checks = trained["checks"]
-    if len(checks) < 2 or not drawable():
-        return []
-    with canvas(PANEL_WIDTH, 2.4, page=True) as (picture, [axis]):
-        tokens, accepted = zip(*checks, strict=True)
-        axis.plot([n / 1e6 for n in tokens], accepted, marker="o", color=COLOURS[0])
-        axis.set_xlabel("tokens learned from, millions")
-        axis.set_ylabel("accepted of a draft")
-        axis.set_ylim(0, 1.1 * max(0.1, *accepted))
-        drawn = svg(picture)
-    caption = "Accepted tokens of a draft on held-out prompts, while it learned."
-    return [framed(drawn, caption)]

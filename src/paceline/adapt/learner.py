@@ -30,7 +30,7 @@ from ..train.job import finish, prepare
 from ..weights.source import read_config, resolve_folder
 from .learning import files
 from .learning.ring import ANSWER, PROMPT, Ring, ServedRequest, StateRing
-from .training import Making, accepted_of, config_of, job_of
+from .training import TrainingPlan, accepted_of, config_of, job_of
 
 FRESH, MOST = 96, 512  # requests that a round waits for, and that it learns from
 ASIDE = 0.25  # of the fresh ones, the share that is put aside
@@ -113,7 +113,7 @@ def train(
     number, weights = serving(folder, task)
     target = resolve_folder(task["target"], offline=True)
     shape = read_config(target)
-    making = Making(
+    plan = TrainingPlan(
         kind=task["kind"],
         target=target,
         shape=shape,
@@ -126,8 +126,8 @@ def train(
     )
     steps = max(8, round(STEPS_A_REQUEST * requests))
     falling = {"schedule": "linear", "final_ratio": 0.1, "learning_rate": task["rate"]}
-    config = config_of(making, steps, evaluate_every=0, **falling)
-    job = replace(job_of(making, place / "training", config, init=weights), known=known)
+    config = config_of(plan, steps, evaluate_every=0, **falling)
+    job = replace(job_of(plan, place / "training", config, init=weights), known=known)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()

@@ -7,14 +7,13 @@ choice by the same seed (`bench.workloads.choose`), so that its report is over p
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..bench.encoding import Encoded
-from ..bench.workloads import Prompt, Workload, load
+from ..bench.workloads import Workload, load
 from ..core.errors import ConfigError
 from ..train.files import writing
 
@@ -28,7 +27,6 @@ MIX = {  # by kind, the packaged workload
 LEAST = 20  # prompts
 JUDGED_OF_MIX = 8  # of each kind
 JUDGED_SHARE, JUDGED_MOST = 0.2, 48  # of a user's own
-MARKS = re.compile(r"<\|[A-Za-z0-9_ ]{2,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>|<\uff5c[^<>]{2,40}\uff5c>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
         seed: of the choice.
 
     Raises:
-        ConfigError: a file that cannot be read, too few prompts, or some with special tokens of another model.
+        ConfigError: a file that cannot be read, or too few prompts.
     """
     names = [*MIX.values()] if file is None else [str(file)]
     try:
@@ -64,7 +62,9 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
         raise ConfigError(f"--prompts {file}", f"{error.asked}: {error.wrong}", remedy) from error
     judged = JUDGED_OF_MIX
     if file is not None:
-        _check(file, loaded[0], tokenizer)
+        if len(loaded[0].prompts) < LEAST:
+            wrong = f"it has {len(loaded[0].prompts)} prompts, and some are put aside to judge on"
+            raise ConfigError(f"--prompts {file}", wrong, f"give {LEAST} or more, or leave --prompts out for a mix")
         judged = max(4, min(JUDGED_MOST, round(JUDGED_SHARE * len(loaded[0].prompts))))
     size = {"max_model_len": room, "max_new_tokens": answer_tokens}
     return [_split(name, whole, tokenizer, size, judged, seed) for name, whole in zip(names, loaded, strict=True)]
@@ -80,24 +80,6 @@ def _split(name: str, whole: Workload, tokenizer: Any, size: dict[str, int], jud
         learned=[own for key, own in ids.items() if key not in aside],
         judged=[own for key, own in ids.items() if key in aside],
     )
-
-
-def _check(file: Path, whole: Workload, tokenizer: Any) -> None:
-    """Refuse what cannot be learned from."""
-    asked = f"--prompts {file}"
-    if len(whole.prompts) < LEAST:
-        wrong = f"it has {len(whole.prompts)} prompts, and some are put aside to judge on"
-        raise ConfigError(asked, wrong, f"give {LEAST} or more, or leave --prompts out for a packaged mix")
-    own = tokenizer.get_vocab()
-    for place, prompt in enumerate(whole.prompts, 1):
-        if (mark := _stranger(prompt, own)) is not None:
-            wrong = f"prompt {place} holds {mark}, a special token of another model's tokenizer"
-            raise ConfigError(asked, wrong, "give plain texts: the model's own chat template is put around them")
-
-
-def _stranger(prompt: Prompt, own: dict[str, int]) -> str | None:
-    found = (mark for turn in prompt.turns for mark in MARKS.findall(turn))
-    return next((mark for mark in found if mark not in own), None)
 
 
 # -- as data for `train.answers`

@@ -15,30 +15,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from time import monotonic
 from typing import Any
+
+import numpy as np
 
 from ..core.errors import CapabilityError, ConfigError
 from ..model.families import DecoderConfig
 from ..train.data import SourceSpec
 from ..train.job import TrainingJob, finish, prepare
-from ..train.recipes import heads_start as start
 from ..train.trainer import LOG, Phase, TrainConfig, Trainer
-from .choice import further_gain
 
 ROWS = 4  # of a step
 FALL = 0.2  # of the training's time, in which the rate falls
 LEAST_GAIN = 0.01  # in tokens a pass, below which the first part ends
 CHECKS = 12  # of the first part
 LEVEL = 2  # consecutive checks that must agree: one may be an accident
-PROBED = 4  # steps that a kind is tried for; the first one is not counted
 HOT_TOKENS = 16_384  # of a larger vocabulary, which are drafted and learned alone; a quarter of it at most
 RATE, WIDTH = 4e-4, 576  # learning rate of a head that begins as the target's last layer, at this width of the target
 FROM_NOTHING = 5.0  # times that, for one that begins at random
 
 
 @dataclass(frozen=True, kw_only=True)
-class Making:
+class TrainingPlan:
     """The settings that all runs of one drafter share."""
 
     kind: str
@@ -52,19 +50,11 @@ class Making:
     options: Mapping[str, Any] = field(default_factory=dict)  # next to those that `options_of` chooses
 
 
-def options_of(making: Making) -> dict[str, Any]:
+def options_of(plan: TrainingPlan) -> dict[str, Any]:
     """Return the options of its kind for its target."""
-    return _defaults(making.kind, making.shape) | dict(making.options)
-
-
-def starting_tokens(kind: str, shape: DecoderConfig) -> int:
-    """Return how many tokens the target reads before the first step of a head that begins as its last layer."""
-    return start.ROWS if _defaults(kind, shape).get("start") == "target" else 0
-
-
-def _defaults(kind: str, shape: DecoderConfig) -> dict[str, Any]:
-    hot = {"hot_head": min(0.25, HOT_TOKENS / shape.vocab_size)} if shape.vocab_size > HOT_TOKENS else {}
-    return hot if kind == "medusa" else {"anchors": 0.5, "start": "target", **hot}
+    vocab = plan.shape.vocab_size
+    hot = {"hot_head": min(0.25, HOT_TOKENS / vocab)} if vocab > HOT_TOKENS else {}
+    return {"anchors": 0.5, "start": "target", **hot, **plan.options}
 
 
 def rate_of(options: Mapping[str, Any], shape: DecoderConfig) -> float:
@@ -73,71 +63,43 @@ def rate_of(options: Mapping[str, Any], shape: DecoderConfig) -> float:
     return min(3e-3, RATE * start * WIDTH / shape.d_model)
 
 
-def job_of(making: Making, out: Path, config: TrainConfig, init: Path | None = None) -> TrainingJob:
+def job_of(plan: TrainingPlan, out: Path, config: TrainConfig, init: Path | None = None) -> TrainingJob:
     """Return one run."""
     return TrainingJob(
-        kind=making.kind,
-        options=options_of(making),
+        kind=plan.kind,
+        options=options_of(plan),
         config=config,
-        phases=[Phase(rows=ROWS, length=making.length)],
-        sources=making.sources,
-        held_out=making.held_out,
-        target=making.target,
+        phases=[Phase(rows=ROWS, length=plan.length)],
+        sources=plan.sources,
+        held_out=plan.held_out,
+        target=plan.target,
         init=init,
         out=out,
-        cache=making.cache,
+        cache=plan.cache,
     )
 
 
-def config_of(making: Making, steps: int, **changes: Any) -> TrainConfig:
+def config_of(plan: TrainingPlan, steps: int, **changes: Any) -> TrainConfig:
     """Return how a run is trained."""
-    rate = rate_of(options_of(making), making.shape)
-    common = {"warmup": min(50, max(1, steps // 10)), "weight_decay": 0.02, "seed": making.seed}
+    rate = rate_of(options_of(plan), plan.shape)
+    common = {"warmup": min(50, max(1, steps // 10)), "weight_decay": 0.02, "seed": plan.seed}
     return TrainConfig(**{"steps": steps, "learning_rate": rate, **common, **changes})
 
 
 def trainable(
-    making: Making, out: Path, config: TrainConfig, say: Callable[[str], None]
-) -> tuple[Making, TrainingJob, Trainer]:
+    plan: TrainingPlan, out: Path, config: TrainConfig, say: Callable[[str], None]
+) -> tuple[TrainingPlan, TrainingJob, Trainer]:
     """Return a run, ready; if the target's last layer cannot be the start, one that begins at random."""
     try:
-        job = job_of(making, out, config)
-        return making, job, prepare(job, (), say)
+        job = job_of(plan, out, config)
+        return plan, job, prepare(job, (), say)
     except CapabilityError as error:
         if not error.asked.startswith("start="):
             raise
-        making = replace(making, options={**making.options, "start": "random"})
-        config = replace(config, learning_rate=rate_of({"start": "random"}, making.shape))
-        job = job_of(making, out, config)
-        return making, job, prepare(job, (), say)
-
-
-# -- what a kind costs
-
-
-def probe(making: Making, out: Path) -> tuple[Path, dict[str, Any]]:
-    """Train a kind for a few steps; return the result's folder, and the fields of `Speeds` that training measures."""
-    began = seconds = 0.0
-    tokens, entered = 0, monotonic()
-
-    def said(text: str) -> None:
-        """Read the speed of scoring from progress messages."""
-        nonlocal began, seconds, tokens
-        words = text.replace(",", "").split()
-        if "to score" in text:
-            tokens, began = int(words[words.index("tokens") - 1]), monotonic()
-        elif text.startswith("cache: "):
-            seconds = monotonic() - began
-
-    speeds: list[float] = []
-    making = replace(making, cache=out / "states")
-    if "start" in options_of(making):  # what it begins as changes none of these speeds, and takes a while to be made
-        making = replace(making, options={**making.options, "start": "random"})
-    making, job, trainer = trainable(making, out, config_of(making, PROBED, evaluate_every=0), said)
-    _run(trainer, TrainingPace(lambda: math.inf, 0.0, lambda figures: speeds.append(figures["tokens_per_s"])))
-    score = min(tokens / max(seconds, 1e-3), 1e9) if tokens else 1e9
-    began = monotonic() - entered - seconds - sum(ROWS * making.length / speed for speed in speeds)
-    return finish(job, trainer), {"score": score, "train": median(speeds[1:]), "start": max(0.0, began)}
+        plan = replace(plan, options={**plan.options, "start": "random"})
+        config = replace(config, learning_rate=rate_of({"start": "random"}, plan.shape))
+        job = job_of(plan, out, config)
+        return plan, job, prepare(job, (), say)
 
 
 # -- the run
@@ -180,6 +142,23 @@ class TrainingPace:
         self.trainer.stop()
 
 
+def further_gain(checks: Sequence[tuple[float, float]], tokens: float) -> float:
+    """Return the factor by which tokens a pass would still grow until ``tokens`` were learned from.
+
+    It continues the rise of the last checks by the logarithm of tokens.
+
+    Args:
+        checks: tokens and accepted tokens of a draft, of each check.
+        tokens: at the end.
+    """
+    if len(checks) < 3 or tokens <= checks[-1][0]:
+        return math.inf
+    recent = checks[-4:]
+    x, y = np.log([n for n, _ in recent]), np.array([value for _, value in recent])
+    slope = float(np.polyfit(x, y, 1)[0])
+    return max(0.0, slope) * math.log(tokens / checks[-1][0]) / (1 + float(y[-1]))
+
+
 def accepted_of(figures: Mapping[str, float]) -> float | None:
     """Mean accepted tokens of a draft over the held-out domains; None: none was measured."""
     own = [value for name, value in figures.items() if name.startswith("accepted/")]
@@ -203,7 +182,7 @@ def accepted_in(run: Path) -> list[tuple[float, float]]:
 
 
 def train(
-    making: Making,
+    plan: TrainingPlan,
     out: Path,
     steps: int,
     checks: int,
@@ -231,11 +210,11 @@ def train(
     began = left()
     first, second = out / "first", out / "second"
     every = max(1, steps // min(CHECKS, checks))
-    config = config_of(making, steps, schedule="constant", evaluate_every=every)
-    making, job, trainer = trainable(making, first, config, say)
+    config = config_of(plan, steps, schedule="constant", evaluate_every=every)
+    plan, job, trainer = trainable(plan, first, config, say)
     config = trainer.config
     trainer.resume()
-    pace = TrainingPace(lambda: left() - FALL * began, float(steps * ROWS * making.length), partial(tell, "training"))
+    pace = TrainingPace(lambda: left() - FALL * began, float(steps * ROWS * plan.length), partial(tell, "training"))
     pace.checks = accepted_in(first)
 
     def run_first() -> dict[str, Any]:
@@ -245,14 +224,14 @@ def train(
         finish(job, trainer)
         speeds = [line["tokens_per_s"] for line in _logged(first) if line.get("tokens_per_s")]
         told = {"steps": trainer.step, "tokens": trainer.tokens, "early": pace.early}
-        return told | {"speed": median(speeds or [ROWS * making.length])}
+        return told | {"speed": median(speeds or [ROWS * plan.length])}
 
     known, result = once("first part", run_first), first / "result"
-    room = left() * 0.9 * known["speed"] / (ROWS * making.length)
+    room = left() * 0.9 * known["speed"] / (ROWS * plan.length)
     fall = once("last steps", lambda: max(5, min(known["steps"] // 2, int(room))))
-    falling = config_of(making, fall, schedule="linear", final_ratio=0.05, learning_rate=config.learning_rate)
+    falling = config_of(plan, fall, schedule="linear", final_ratio=0.05, learning_rate=config.learning_rate)
     falling = replace(falling, warmup=min(5, fall), evaluate_every=fall)
-    falls = job_of(making, second, falling, init=result)
+    falls = job_of(plan, second, falling, init=result)
     trainer = prepare(falls, (), say)  # the first one's memory is free from here on
     trainer.resume()
     pace = TrainingPace(left, 0.0, partial(tell, "last steps"))

@@ -120,7 +120,6 @@ TARGET_OPTIONS = (
     "device",
     "exact",
     "kernels",
-    "attention",
     "revision",
     "pipeline",
     "tensor_parallel",

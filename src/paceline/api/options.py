@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ..core.options import check, option
 from ..draft.registry import DrafterConfig
 
-BACKENDS = ("sdpa", "reference")  # names as in `attention.BACKENDS`, and so on
 ROUNDS = ("serial", "fused", "mirror", "pipeline")
 VERIFIERS = ("sample_and_match", "rejection", "block", "lossy_stream_rejection")
 AUTO_ROUND = AUTO_DRAFTER = "auto"
@@ -76,12 +75,6 @@ class LLMOptions:
         help="auto, native (compiled for this processor; CPU only) or torch",
         choices=KERNELS,
         unknown="there are no such kernels",
-    )
-    attention: str = option(
-        "auto",
-        help="where torch's kernels run: auto, sdpa or reference",
-        choices=("auto", *BACKENDS),
-        unknown="there is no such attention backend",
     )
     kv_memory: str | int | None = option(None, help="bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
     kv_cache_dtype: str = option(

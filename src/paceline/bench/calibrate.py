@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -61,15 +61,10 @@ def calibrate(
         wanted = str(llm.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
         other = LLM(str(draft), dtype=wanted, device=llm.config.device, kernels=llm.config.kernels)
         drafts[draft_key(str(draft), dtype)] = measured(other, str(draft))
-    return store(llm, table, drafts, repeats)
-
-
-def store(llm: LLM, table: CostTable, drafts: Mapping[str, CostTable], repeats: int) -> tuple[Calibration, Path]:
-    """Write the tables of a target and of its draft models where the draft budget finds them."""
     made = Calibration(
         fingerprint=llm.fingerprint,
         table=table,
-        drafts={**drafts},
+        drafts=drafts,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=repeats,
     )

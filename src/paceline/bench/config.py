@@ -13,12 +13,9 @@ from rich.console import Console
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
-from .models import RANDOM
 from .records import Method
 
 LINE_EVERY_S = 10.0  # between lines of progress
-PROMPT_TOKENS = 64  # of a random model's prompts
-MODEL_HELP = "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama)."
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Temperature = Annotated[float, Field(ge=0)]
@@ -28,7 +25,7 @@ Temperature = Annotated[float, Field(ge=0)]
 class BenchConfig:
     """The measurements of a run; the flags of ``paceline bench`` are generated from the fields."""
 
-    model: str = option(help=MODEL_HELP)
+    model: str = option(help="Embedded model, folder or hub name.")
     methods: tuple[Method, ...] = field(metadata={"cli": False})  # plain decoding among them
     workloads: tuple[str, ...] = option(
         (),
@@ -40,9 +37,6 @@ class BenchConfig:
         None, help="Folder of workloads that do not come along, and of full versions.", metavar="DIR"
     )
     prompts: int = option(20, help="Prompts of each workload.", metavar="N", minimum=1)
-    prompt_tokens: int | None = option(
-        None, help=f"Length of a random model's prompts (default: {PROMPT_TOKENS}).", metavar="N", minimum=1
-    )
     max_new_tokens: int | None = option(
         None, help="Tokens of an answer (default: the workload's own).", metavar="N", minimum=1
     )
@@ -66,8 +60,7 @@ class BenchConfig:
     threads: int | None = option(None, help="CPU threads; default: torch's choice.")
     ignore_eos: bool | None = option(
         None,
-        help="Continue to the full length, so that all methods give the same number of tokens "
-        "(default: only with a random model).",
+        help="Continue to the full length, so that all methods give the same number of tokens (default: no).",
         flag="--ignore-eos/--stop-at-eos",
     )
     time_limit_s: float | None = field(default=None, metadata={"cli": False})  # no trial is begun after that long
@@ -85,23 +78,12 @@ class BenchConfig:
         if self.waves > 1 and (peer := next((m for m in self.methods if not m.own), None)):
             wrong = f"{peer.name} is run by whole batches"
             raise ConfigError(f"--waves {self.waves}", wrong, "leave it out, or the method")
-        if self.random and self.workloads:
-            wrong = "a random model has no tokenizer, so its prompts are random ids"
-            raise ConfigError(f"workload {self.workloads[0]} with model {self.model}", wrong, "leave the workload out")
-        if self.prompt_tokens is not None and not self.random:
-            wrong = "only a random model's prompts have a length of choice"
-            raise ConfigError(f"--prompt-tokens {self.prompt_tokens}", wrong, "leave it out")
-
-    @property
-    def random(self) -> bool:
-        """Return whether the model has random weights."""
-        return self.model.startswith(RANDOM)
 
     @property
     def ignores_eos(self) -> bool:
         """Return whether answers continue to their full length."""
         chosen = self.ignore_eos
-        return self.random or any(not m.own for m in self.methods) if chosen is None else chosen
+        return any(not m.own for m in self.methods) if chosen is None else chosen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from os.path import commonprefix
@@ -13,11 +12,10 @@ from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
-from .config import PROMPT_TOKENS, BenchConfig
+from .config import BenchConfig
 from .records import Cell, PromptIds
 from .workloads import Prompt, Workload
 
-RANDOM = "random"  # the workload of a model without a tokenizer
 PREPARE_TOGETHER = 8  # conversations whose earlier turns are answered at once
 SEPARATOR = "\n\n"  # between turns and answers of a conversation, for a model without a chat template
 
@@ -115,9 +113,6 @@ def prompt_ids(
         ConfigError: a prompt that does not fit.
     """
     shape, tokenizer = (llm := engine()).decoder.config, llm.tokenizer
-    if config.random:
-        length = cell.context or config.prompt_tokens or PROMPT_TOKENS
-        return random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
     lengths = {"max_model_len": shape.max_position, "max_new_tokens": cell.max_new_tokens}
     encoded = encode(workload, tokenizer, **lengths, **({"context": cell.context} if cell.context is not None else {}))
     plain = next(m for m in config.methods if m.own and m.plain)
@@ -133,34 +128,3 @@ def prompt_ids(
             latest[prompt.id] = encoded.next_turn(prompt, turn, answers[prompt.id])
             found.append(latest[prompt.id])
     return found, encoded.notes()
-
-
-# -- a model without a tokenizer
-
-
-def random_workload(config: BenchConfig) -> Workload:
-    """Return a workload for a model without a tokenizer."""
-    text = f"{config.prompt_tokens or PROMPT_TOKENS} random ids"
-    return Workload(
-        name=RANDOM,
-        title="Random prompts",
-        description="token ids drawn from a seed",
-        source="this program",
-        licence="none needed",
-        origin="drawn",
-        prompts=tuple(Prompt(id=f"{RANDOM}-{i}", category=RANDOM, turns=(text,)) for i in range(config.prompts)),
-        total=config.prompts,
-        chat=False,
-        max_new_tokens=128,
-    )
-
-
-def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[PromptIds]:
-    """Return prompts of random ids, for models without a tokenizer.
-
-    Prompt i depends on i, ``length``, ``vocab_size`` and ``seed``, not on ``count``.
-    """
-    draws = ((i, random.Random(f"{seed}/{i}").random) for i in range(count))
-    return [
-        PromptIds(id=f"{RANDOM}-{i}", ids=tuple(int(draw() * vocab_size) for _ in range(length))) for i, draw in draws
-    ]

@@ -160,19 +160,14 @@ class EngineRunner:
             for place in (places[live.id] for live in touched):
                 seen.note(place, len(sequences[place].output_ids), now_ms)
             trial.steps += 1
-        seen.first_ms = [first and first - start for first, start in zip(seen.first_ms, begun, strict=True)]
-        _fill(trial, sequences, seen)
-
-
-def _fill(trial: Trial, sequences: abc.Sequence[Sequence], seen: Arrivals) -> None:
-    """Set the statistics that the requests report."""
-    stats = reduce(SpecStats.merge, (sequence.stats for sequence in sequences))
-    trial.outputs = [list(sequence.output_ids) for sequence in sequences]
-    trial.finish = [str(sequence.checker.finish_reason) for sequence in sequences]
-    trial.wall_ms, trial.ttft_ms = max(filter(None, seen.last_ms)), [*filter(None, seen.first_ms)]
-    trial.waits_ms, trial.arrivals, trial.off_reason = seen.waits_ms, seen.arrivals, stats.off_reason
-    for name in COUNTED:
-        setattr(trial, name, getattr(stats, name))
+        stats = reduce(SpecStats.merge, (sequence.stats for sequence in sequences))
+        trial.outputs = [list(sequence.output_ids) for sequence in sequences]
+        trial.finish = [str(sequence.checker.finish_reason) for sequence in sequences]
+        trial.ttft_ms = [first - start for first, start in zip(seen.first_ms, begun, strict=True) if first]
+        trial.wall_ms, trial.off_reason = max(filter(None, seen.last_ms)), stats.off_reason
+        trial.waits_ms, trial.arrivals = seen.waits_ms, seen.arrivals
+        for name in COUNTED:
+            setattr(trial, name, getattr(stats, name))
 
 
 # -- building them

@@ -184,10 +184,6 @@ class Report(Record):
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             found = f"schema {values.get('schema')!r}" if isinstance(values, dict) else "not an object"
             raise ValueError(f"{found}; this version reads schema {SCHEMA}")
-        for trial in values.get("trials", ()):
-            trial.pop("peak_bytes", None)  # older reports have it
-        for method in values.get("methods", ()):
-            method.pop("synthetic", None)  # likewise
         try:
             report = _REPORT.validate_python(values)
         except ValidationError as error:

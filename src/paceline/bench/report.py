@@ -1,4 +1,4 @@
-"""Write the report of a benchmark: JSON with all raw trials, one page with tables and plots, a terminal's table."""
+"""Write the report of a benchmark: JSON with all raw trials, one page with tables, a terminal's table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
-from . import figures
 from .records import Cell, Exactness, Method, Report
 from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower_cells
 
@@ -27,27 +26,7 @@ FILES = JSON_NAME, PAGE_NAME = "report.json", "report.html"
 NOTHING = "–"  # where there is no figure
 BAD, FAINT = "bold red", "dim"
 LISTED = 8  # troubles that a terminal lists before it counts the rest
-GREY = "#7d858c"  # plain decoding in plots
-PLOT_WIDTH, DOT_HEIGHT, LINE_HEIGHT = 3.9, 0.15, 0.2  # inches; as wide as a phone's screen
-NAME_LETTERS = 18  # of a workload's name next to a plot
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
-FACTS = {  # settings of a run and sizes of a model, in words; others are named as they are
-    "prompts": "prompts of each workload, at most",
-    "repeats": "times that each prompt runs",
-    "seed": "seed of prompts and sampling",
-    "batches": "prompts at once",
-    "waves": "prompts that each place of a batch answers",
-    "temperatures": "temperatures (0: greedy)",
-    "top_ks": "likeliest tokens that sampling chooses from (0: all)",
-    "contexts": "tokens that prompts are brought to",
-    "prompt_tokens": "tokens of a random model's prompts",
-    "time_limit_s": "seconds after which no trial begins",
-    "ignore_eos": "answers continue after the end-of-text token",
-    "warm_up_tokens": "tokens of a warm-up, which is not counted",
-    "pass_bytes": "weights of a pass",
-    "kv_bytes_per_token": "K/V of a token",
-    "read_bandwidth_bytes_per_s": "memory read in a second",
-}
 DEFINITIONS = {
     "tok/s": "new tokens over the time from submission to the last token; the median of a workload's trials, and the "
     "geometric mean over workloads",
@@ -63,11 +42,11 @@ CSS = """
 :root { color-scheme: light dark; }
 body { margin: 0; }
 main { margin: 0 auto; max-width: 70rem; padding: 1rem; overflow-wrap: anywhere; font: 15px/1.5 system-ui, sans-serif; }
-.scroll, .plot { overflow-x: auto; } .plot svg { max-width: 100%; height: auto; } .plot text { fill: currentColor; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 4px 8px; border-top: 1px solid #8885; white-space: nowrap; }
 td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; max-width: 45vw; }
-pre { white-space: pre-wrap; } figure { margin: 1rem 0; } figcaption { font-size: 13px; opacity: 0.75; }
+pre { white-space: pre-wrap; }
 """
 
 
@@ -84,30 +63,24 @@ def load_report(path: Path | str) -> Report:
     file = file / JSON_NAME if file.is_dir() else file
     remedy = "name a report.json that `paceline bench --out` wrote"
     try:
-        packed = file.suffix == ".gz"
-        values = json.loads(gzip.decompress(file.read_bytes()) if packed else file.read_text(encoding="utf-8"))
-    except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"report {file}", f"the file cannot be read ({why})", remedy) from error
-    except ValueError as error:  # not JSON, or not text at all
-        raise ConfigError(f"report {file}", f"the file is not JSON ({error})", remedy) from error
-    try:
-        return Report.from_dict(values)
-    except (TypeError, ValueError, AttributeError) as error:
+        data = file.read_bytes()
+        return Report.from_dict(json.loads(gzip.decompress(data) if file.suffix == ".gz" else data))
+    except OSError as error:
+        raise ConfigError(f"report {file}", f"the file cannot be read ({error.strerror or error})", remedy) from error
+    except (EOFError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"report {file}", f"the file is not a benchmark report ({error})", remedy) from error
 
 
-def write_report(report: Report, folder: Path | str, lead: str = "", pictures: Sequence[str] = ()) -> list[Path]:
+def write_report(report: Report, folder: Path | str, lead: str = "") -> list[Path]:
     """Write JSON and page into a folder, which is created where it is missing.
 
     Args:
         lead: Markdown that stands before the figures.
-        pictures: HTML that follows it.
 
     Raises:
         ConfigError: a file that cannot be written.
     """
-    texts = {JSON_NAME: report.as_json() + "\n", PAGE_NAME: page(Summary(report), lead, pictures)}
+    texts = {JSON_NAME: report.as_json() + "\n", PAGE_NAME: page(Summary(report), lead)}
     return [write_text(Path(folder) / name, text) for name, text in texts.items()]
 
 
@@ -198,16 +171,16 @@ def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     """Describe how a run was measured: model, machine, versions, ``facts``, settings, notes."""
 
     def line(what: str, values: Mapping[str, Any]) -> str:
-        return f"{what}: " + (", ".join(f"{_plain(k)} {_fact(k, v)}" for k, v in values.items()) or "unknown")
+        return f"{what}: " + (", ".join(f"{k.replace('_', ' ')} {_fact(k, v)}" for k, v in values.items()) or "unknown")
 
     lines = [line("model", report.model), line("machine", report.machine), line("versions", report.versions)]
     settings = {key: value for key, value in report.settings.items() if value not in (None, [None], [], {}, (None,))}
     lines += [f"commit {report.commit or 'unknown'}, {report.created}", *facts]
-    return [*lines, *(f"{_plain(key)}: {_fact(key, value)}" for key, value in settings.items()), *report.notes]
-
-
-def _plain(key: str) -> str:
-    return FACTS.get(key, key.replace("_", " "))
+    return [
+        *lines,
+        *(f"{key.replace('_', ' ')}: {_fact(key, value)}" for key, value in settings.items()),
+        *report.notes,
+    ]
 
 
 def _fact(key: str, value: Any) -> str:
@@ -286,18 +259,9 @@ def troubles(summary: Summary) -> list[str]:
     return lines + [f"slower than plain: {where(r)}: {interval(r.speedup)}" for r in slower_cells(summary)]
 
 
-def _speed(row: Row) -> str:
-    return "failed" if row.speed is None and row.failed else number(row.speed)
-
-
-def _speedup(row: Row) -> str:
-    is_reference = row.speedup is None and row.reference == row.method.name and row.speed is not None
-    return "1" if is_reference else interval(row.speedup)
-
-
 COLUMNS: dict[str, Callable[[Row], str]] = {
-    "tok/s": _speed,
-    "speed-up": _speedup,
+    "tok/s": lambda row: "failed" if row.speed is None and row.failed else number(row.speed),
+    "speed-up": lambda row: "1" if row.is_reference and row.speed is not None else interval(row.speedup),
     "length": lambda row: length(row.figures["accepted_length"]),
     "TTFT": lambda row: number(row.figures["ttft_ms"]),
     "p90": lambda row: number(row.figures["wait_p90_ms"]),
@@ -376,23 +340,12 @@ def bullets(lines: Iterable[str]) -> str:
 # -- the page
 
 
-def page(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
-    """Return one HTML page that loads nothing; without matplotlib it has a note in place of plots.
-
-    Args:
-        lead, pictures: as for `write_report`.
-    """
-    report, drawn = summary.report, list[str]()
-
-    def mark(picture: str) -> str:
-        """Mark the place of a picture: Markdown would change the picture itself."""
-        drawn.append(picture)
-        return f'<div id="plot-{len(drawn) - 1}"></div>' if picture else ""
-
+def page(summary: Summary, lead: str = "") -> str:
+    """Return one HTML page that loads nothing, with ``lead`` as for `write_report`."""
+    report = summary.report
     blocks = [f"# {text(report.title)}", f"**{text(headline(summary))}**", bullets(findings(summary)), lead]
-    blocks += map(mark, pictures)
     for section in summary.sections:
-        blocks += [f"## {text(cell_label(section).replace('batch', 'Batch', 1))}", mark(speedups(summary, section))]
+        blocks += [f"## {text(cell_label(section).replace('batch', 'Batch', 1))}"]
         for title, rows in _groups(summary, section).items():
             blocks += [f"### {text(title)}", table(["method", *COLUMNS], map(_cells, rows))]
     if wrong := troubles(summary):
@@ -410,14 +363,10 @@ def page(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
     blocks += ["## How it was measured", bullets([*how_lines(report), *details])]
     blocks.append(f"All raw trials are in [{JSON_NAME}]({JSON_NAME}). To repeat it:\n\n```\n{command}\n```")
     blocks += ["### Columns", bullets(f"{term}: {meaning}" for term, meaning in DEFINITIONS.items())]
-    if not figures.drawable():
-        blocks.append("This page has no plots: run `pip install 'paceline[bench]'` for matplotlib.")
     parser = MarkdownIt("commonmark").enable("table")  # `text` lets none of a report's words become HTML
     parser.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0" role="region"><table>')
     parser.add_render_rule("table_close", lambda *_: "</table></div>")
     body = parser.render("\n\n".join(block for block in blocks if block))
-    for place, picture in enumerate(drawn):
-        body = body.replace(f'<div id="plot-{place}"></div>', picture)
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -428,48 +377,3 @@ def page(summary: Summary, lead: str = "", pictures: Sequence[str] = ()) -> str:
 <body><main>
 {body}</main></body></html>
 """
-
-
-def speedups(summary: Summary, section: Cell) -> str:
-    """Draw a section's speed-ups: a dot with a whisker for each method in a row of each workload, and a line at 1.
-
-    Empty where there is nothing to draw, or no matplotlib.
-    """
-    names = summary.workloads(section)
-    rows = [*([None] if len(names) > 1 else []), *names]
-    found = {(r.workload, r.method.name): r.speedup for r in (*summary.total(section), *summary.of(section))}
-    methods = [row.method for row in summary.total(section) if row.speedup]
-    if not methods or not figures.drawable():
-        return ""
-    height = 1.1 + DOT_HEIGHT * len(rows) * len(methods) + LINE_HEIGHT * len(methods)
-    with figures.canvas(PLOT_WIDTH, height, page=True) as (picture, [axis]):
-        for place, method in enumerate(methods):
-            shift = 0.8 / len(methods) * (place - (len(methods) - 1) / 2)
-            marks = [(ratio, at + shift) for at, row in enumerate(rows) if (ratio := found.get((row, method.name)))]
-            ends = [(max(0.0, r.value - r.low), max(0.0, r.high - r.value)) for r, _ in marks]
-            axis.errorbar(
-                [r.value for r, _ in marks],
-                [at for _, at in marks],
-                xerr=[*zip(*ends, strict=True)],
-                linestyle="none",
-                capsize=2,
-                label=_shortened(method.name, 2 * NAME_LETTERS),
-                color=GREY if method.plain else figures.COLOURS[place % 6],  # not black, which a dark page swallows
-                marker=figures.MARKERS[place // 6 % len(figures.MARKERS)],
-            )
-        figures.name_rows(axis, [_shortened(workload_title(summary.report, row), NAME_LETTERS) for row in rows])
-        axis.axvline(1.0, color="#808080", linestyle="--", linewidth=1)
-        figures.legend(picture, axis, columns=1)
-        drawn = figures.svg(picture)
-    return framed(drawn, f"Speed-up over plain decoding of the same engine, with {CONFIDENCE:.0%} intervals.")
-
-
-def framed(drawn: str, caption: str) -> str:
-    """Frame an SVG element; the tables of the page have its figures for those who do not see it."""
-    plot = f'<div class="plot" role="img" aria-label="{escape(caption)}">{drawn}</div>'
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{plot}</figure>"
-
-
-def _shortened(name: str, letters: int) -> str:
-    flat = " ".join(name.split())
-    return flat if len(flat) <= letters else flat[: letters - 2] + ".."

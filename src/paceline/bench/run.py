@@ -37,9 +37,8 @@ from ..core.errors import ConfigError
 from ..weights.source import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig, Progress
-from .encoding import Encoded, prompt_ids, random_workload
+from .encoding import Encoded, prompt_ids
 from .measure import Builder, EngineRunner, Group, model_facts
-from .models import materialised
 from .records import Cell, Method, PromptIds, Report, Trial
 from .report import JSON_NAME, load_report, write_report
 from .workloads import Workload
@@ -50,7 +49,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # wh
 WARM_UP_TOKENS = 16
 SETTINGS = (  # that a report repeats as they are
     *("prompts", "repeats", "seed", "device", "batches", "waves", "temperatures", "top_ks", "contexts"),
-    *("prompt_tokens", "time_limit_s", "applications"),
+    *("time_limit_s", "applications"),
 )
 
 
@@ -94,22 +93,25 @@ class Run:
         """
         began = perf_counter()
         config = self.config
-        loaded = _load_workloads(config)
+        named = config.workloads or [name for name, facts in workloads.WORKLOADS.items() if facts.packaged]
+        options: dict[str, Any] = {"folder": config.data, "limit": config.prompts, "seed": config.seed}
+        loaded = [workloads.load(name, **options) for name in named]
+        if twin := next((name for name, many in Counter(w.name for w in loaded).items() if many > 1), None):
+            raise ConfigError(f"workload {twin}", "two workloads have that name", "rename one's file")
         cells = cells_of(config, loaded)
         _check_out(self.out, self.overwrite)
         stopped: BaseException | None = None
         with ExitStack() as stack:
             self._tell(f"loading {config.model}", None)
-            folder = stack.enter_context(materialised(config.model))
-            self._builder = Builder(folder, config.device, config.threads, config.applications)
+            self._builder = Builder(config.model, config.device, config.threads, config.applications)
             target = self._builder.llm(self._plain)
-            if target.tokenizer is None and not config.random:
+            if target.tokenizer is None:
                 wrong = "it has no tokenizer, so text means nothing to it"
                 raise ConfigError(f"model {config.model}", wrong, "add its files")
             self._prepare(cells, {workload.name: workload for workload in loaded})
             groups = [group for of in self.groups.values() for group in of]
             self.lengths = [group.lengths for group in groups]
-            self.build(Path(resolve_folder(folder)), stack)
+            self.build(Path(resolve_folder(config.model)), stack)
             points = interleaved(self.groups, config.repeats)
             total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
             try:
@@ -280,16 +282,6 @@ def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[li
         points.setdefault(point, []).append(of_cell)
     turns = [[group for turn in zip_longest(*of_point) for group in turn if group] for of_point in points.values()]
     return [[(group, repeat) for group in of_point for repeat in range(repeats)] for of_point in turns]
-
-
-def _load_workloads(config: BenchConfig) -> list[Workload]:
-    if config.random:
-        return [random_workload(config)]
-    asked = config.workloads or [name for name, facts in workloads.WORKLOADS.items() if facts.packaged]
-    loaded = [workloads.load(name, folder=config.data, limit=config.prompts, seed=config.seed) for name in asked]
-    if twin := next((name for name, many in Counter(w.name for w in loaded).items() if many > 1), None):
-        raise ConfigError(f"workload {twin}", "two workloads have that name", "rename one's file")
-    return loaded
 
 
 def _check_out(out: Path | None, overwrite: bool) -> None:

@@ -27,7 +27,7 @@ from .records import PLAIN, Cell, Exactness, Method, Report, Trial
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how the target runs, without the drafter
+TARGET_SETTINGS = ("exact", "kernels", "threads", "device")  # how the target runs, without the drafter
 SEED = 20  # of the bootstrap
 
 Floats = NDArray[np.float64]
@@ -67,6 +67,11 @@ class Row:
     def speed(self) -> float | None:
         """Return the median tokens/s; over all workloads the geometric mean of the medians."""
         return self.figures["tokens_per_s"]
+
+    @property
+    def is_reference(self) -> bool:
+        """Return whether speed-ups are over it."""
+        return self.speedup is None and self.reference == self.method.name
 
     @property
     def failed(self) -> list[Trial]:
@@ -194,13 +199,9 @@ def overall_ratio(summary: Summary, a: str, b: str, cells: Iterable[Cell]) -> In
     if not found:
         return None
     values, resamples, pairs = zip(*found, strict=True)
-    return interval_of(float(np.mean(values)), resamples, sum(pairs))
-
-
-def interval_of(value: float, resamples: Sequence[Floats], pairs: int) -> Interval:
-    """Return a ratio with its bounds, from logs: of the ratio itself, and of its [S] resamples in each cell."""
     low, high = percentile_bounds(np.mean(resamples, axis=0))
-    return Interval(value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), pairs=pairs)
+    bounds = {"low": float(np.exp(low)), "high": float(np.exp(high))}
+    return Interval(value=float(np.exp(np.mean(values))), **bounds, pairs=sum(pairs))
 
 
 def speed_logs(a: Iterable[Trial], b: Iterable[Trial] | None = None) -> dict[int, list[float]]:

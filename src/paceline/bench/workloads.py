@@ -128,8 +128,18 @@ def load(
         raise ConfigError(f"{limit} prompts of {name_or_path}", "no prompt is left", "give 1 or more")
     name = name_or_path.lower().replace("-", "_") if isinstance(name_or_path, str) else ""
     entry = WORKLOADS.get(name)
+    file: Traversable
     if entry is None:
-        entry, file, origin = _from_path(Path(name_or_path).expanduser(), name)
+        file = place = Path(name_or_path).expanduser()
+        if not place.is_file():
+            if name and "/" not in name and "." not in name:
+                wrong = "it is neither a known workload nor a file"
+                raise ConfigError(f"workload {name!r}", wrong, suggest(name, WORKLOADS, "workload"))
+            raise ConfigError(f"workload {place}", "there is no such file", "check the path")
+        stem, origin = place.resolve().name.removesuffix(".gz").removesuffix(".jsonl"), str(place)
+        facts: dict[str, Any] = {"name": stem, "title": stem, "source": origin, "file": place.name}
+        facts |= {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
+        entry = Workload(**facts)
     else:
         file, found = _file(entry, folder)
         if found is None:
@@ -137,22 +147,15 @@ def load(
             remedy = f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data"
             raise ConfigError(f"workload {entry.name!r}", f"{where} (licence: {entry.licence})", remedy)
         origin = found
-    prompts = _parse(_bytes(file), origin, entry.name)
+    try:
+        data = file.read_bytes()
+        # utf-8-sig: a file may begin with a mark
+        text = (gzip.decompress(data) if file.name.endswith(".gz") else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"workload file {file}", f"it cannot be read as text ({error})", f"give {FORM}") from error
+    prompts = _parse(text, origin, entry.name)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
     return replace(entry, origin=origin, prompts=tuple(chosen), total=len(prompts))
-
-
-def _from_path(path: Path, name: str) -> tuple[Workload, Traversable, str]:
-    """Return the content of a file that is not a named workload; ``name``: as requested."""
-    if not path.is_file():
-        if name and "/" not in name and "." not in name:
-            wrong = "it is neither a known workload nor a file"
-            raise ConfigError(f"workload {name!r}", wrong, suggest(name, WORKLOADS, "workload"))
-        raise ConfigError(f"workload {path}", "there is no such file", "check the path")
-    stem = path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
-    facts: dict[str, Any] = {"name": stem, "title": stem, "source": str(path), "file": path.name}
-    facts |= {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
-    return Workload(**facts), path, str(path)
 
 
 def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
@@ -187,26 +190,14 @@ def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str 
     return own or (sample, PACKAGED if entry.packaged else None)
 
 
-def _bytes(file: Traversable) -> bytes:
-    try:
-        data = file.read_bytes()
-        return gzip.decompress(data) if file.name.endswith(".gz") else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"workload file {file}", f"it cannot be read ({error})", "check the file") from error
-
-
 # -- records
 
 
-def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
+def _parse(text: str, origin: str, name: str) -> list[Prompt]:
     """Return the records of a file; ``name`` makes the ids and the category of records that have none."""
-    try:
-        lines = data.decode("utf-8-sig").split("\n")  # not splitlines: JSON strings may hold U+2028
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"workload file {origin}", f"it is not UTF-8 text ({error})", f"give {FORM}") from error
     found: dict[str, tuple[int, Prompt]] = {}  # by id: line, prompt
     by_text: dict[str, str] = {}  # text of a prompt without an id of its own -> the id it was given
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
         if not line.strip():
             continue
         where = f"{origin}, line {number}"

@@ -1,1 +1,1 @@
-"""What other engines can borrow: drafters that read tokens alone, and trained heads in the layouts that they load."""
+"""Trained heads in the layouts that other engines load."""

@@ -62,23 +62,25 @@ def export(engine: Engine, head: Path, out: Path, verifier: str = "", tokens: in
         raise CapabilityError(asked, wrong, f"copy the folder without {HOT_FILE}: it then drafts from all tokens")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(asked, f"{out} is there already", "name a folder that is not")
-    values, config = read_values(head), read_head(head)[0] | _own(head)
+    own = json.loads((head / CONFIG_FILE).read_text(encoding="utf-8"))  # facts that only Paceline reads
+    values, config = read_values(head), read_head(head)[0] | ({OWN: own[OWN]} if OWN in own else {})
     if isinstance(model, Eagle3Model):
-        config, values = _third(engine, config, values, model, _verifier(asked, verifier, tokens, engine))
+        facts = _verifier(asked, verifier, tokens) if engine == "speculators" else {}
+        config, values = _third(engine, config, values, model, facts)
     else:
         config, values = _first(engine, asked, config, values)
     out.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: value.contiguous() for name, value in values.items()}, out / WEIGHTS_FILE, metadata={"format": "pt"}
-    )
+    whole = {name: value.contiguous() for name, value in values.items()}
+    save_file(whole, out / WEIGHTS_FILE, metadata={"format": "pt"})
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    return _use(engine, out, isinstance(model, Eagle3Model), tokens)
-
-
-def _own(head: Path) -> dict[str, Any]:
-    """Return the facts of the head that only Paceline reads; other engines ignore them."""
-    found = json.loads((head / CONFIG_FILE).read_text(encoding="utf-8"))
-    return {OWN: found[OWN]} if OWN in found else {}
+    third = isinstance(model, Eagle3Model)
+    if engine == "sglang":
+        server = (
+            f"python -m sglang.launch_server --model TARGET --speculative-algorithm {'EAGLE3' if third else 'EAGLE'}"
+        )
+        return f"{server} --speculative-draft-model-path {out}"
+    method = {"method": "eagle3" if third else "eagle", "model": str(out), "num_speculative_tokens": tokens}
+    return f"vllm serve TARGET --speculative-config '{json.dumps(method)}'"
 
 
 def _first(
@@ -87,9 +89,8 @@ def _first(
     """Return a head of EAGLE-1 or 2."""
     bias = values.get("fc.bias")
     if engine == "speculators":
-        raise CapabilityError(
-            asked, "speculators has EAGLE-3 heads alone, this is one of EAGLE-2", "export it for vllm"
-        )
+        wrong = "speculators has EAGLE-3 heads alone, this is one of EAGLE-2"
+        raise CapabilityError(asked, wrong, "export it for vllm")
     if engine == "vllm" and bias is not None:
         if bool(bias.any()):
             raise CapabilityError(asked, "its fusing map has a bias, which vLLM leaves out", "export it for sglang")
@@ -124,10 +125,8 @@ def _third(
     return whole, named
 
 
-def _verifier(asked: str, name: str, tokens: int, engine: Engine) -> dict[str, Any]:
+def _verifier(asked: str, name: str, tokens: int) -> dict[str, Any]:
     """Return the part of speculators' config that names the target."""
-    if engine != "speculators":
-        return {}
     if not name:
         raise ConfigError(asked, "its config names the target, and none is given", "add --verifier NAME")
     folder = Path(name)
@@ -142,13 +141,3 @@ def _verifier(asked: str, name: str, tokens: int, engine: Engine) -> dict[str, A
             "verifier": {"name_or_path": name, "architectures": architectures},
         }
     }
-
-
-def _use(engine: Engine, out: Path, third: bool, tokens: int) -> str:
-    """Return the command that serves it there."""
-    if engine == "sglang":
-        name = "EAGLE3" if third else "EAGLE"
-        server = f"python -m sglang.launch_server --model TARGET --speculative-algorithm {name}"
-        return f"{server} --speculative-draft-model-path {out}"
-    method = {"method": "eagle3" if third else "eagle", "model": str(out), "num_speculative_tokens": tokens}
-    return f"vllm serve TARGET --speculative-config '{json.dumps(method)}'"

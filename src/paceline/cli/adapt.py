@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ..adapt.config import AdaptConfig
-from ..adapt.run import Outcome, adapt
+from ..adapt.run import adapt
 from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command
 from .options import ModelArgument, one_model, takes
@@ -45,9 +45,6 @@ class ProgressLine:
 @takes(config=AdaptConfig, defaults={"model": None})
 def command(
     name: ModelArgument = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure for about a minute, print the forecast, and keep nothing.")
-    ] = False,
     *,
     config: dict[str, Any],
 ) -> None:
@@ -56,35 +53,25 @@ def command(
     Ctrl-C keeps all results, and the same command continues. The folder is a drafter: --drafter DIR.
 
     Examples:
-        paceline adapt smollm2-135m --dry-run
+        paceline adapt smollm2-135m
         paceline adapt smollm2-135m --hours 2
         paceline adapt folder/model.gguf --hours 8 --prompts prompts.jsonl
     """
     model = config["model"] = one_model(name, config["model"])
     asked, line = AdaptConfig(**config), ProgressLine()
     try:
-        made = adapt(asked, note, line.show, dry_run, shlex.join(sys.argv[1:]))
+        made = adapt(asked, note, line.show, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
         line.close()
         note(f"stopped; results are in {asked.folder}, continue: {this_command()}")
         raise typer.Exit(INTERRUPTED) from stop
     finally:
         line.close()
-    _tell(made, model)
-
-
-def _tell(made: Outcome, model: str) -> None:
     console = stdout()
     console.print(f"{made.words}.", markup=False)
-    if made.verdict is None:
-        note(f"nothing was trained, after {made.spent_s:.0f} s")
-        return
     for name, (value, low, high) in made.verdict.times_plain.items():
         passes = made.verdict.tokens_per_pass.get(name, 1.0)
-        console.print(
-            f"  {name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {passes:.2f} tokens a pass", markup=False
-        )
-    console.print(f"{made.folder}/report/report.html", markup=False, highlight=False)
-    console.print(
-        f"paceline generate --model {model} --drafter {made.folder} --prompt ..", markup=False, highlight=False
-    )
+        text = f"  {name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {passes:.2f} tokens a pass"
+        console.print(text, markup=False)
+    console.print(f"{made.folder}/report/report.html", markup=False)
+    console.print(f"paceline generate --model {model} --drafter {made.folder} --prompt ..", markup=False)

@@ -20,13 +20,11 @@ from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
 from ..bench.config import BenchConfig, StepConfig, log_lines
-from ..bench.models import RANDOM, materialised
 from ..bench.report import FILES, figures_table, render, write_text
 from ..bench.run import Run
 from ..bench.summary import Summary
 from ..bench.workloads import available
 from ..core.errors import ConfigError
-from ..engine.costs import CostTable
 from . import INTERRUPTED
 from .console import stderr, stdout
 from .help import Group
@@ -124,14 +122,17 @@ def calibrate(
     Passes of the drafter's draft model are measured, too.
     """
     model, drafter = llm["model"], llm.pop("drafter")
-    if model.startswith(RANDOM):
-        raise ConfigError(f"--model {model}", "this model is removed when the command ends", "name a model that stays")
     config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
     chosen = drafter_of(replace(config, drafter=drafters_of(config, config.resolve())[0]))
     with steps() as progress:
         made, file = measure_costs(LLM(**llm), chosen, progress, repeats=repeats)
     console = stdout()
-    console.print(_cost_table({model: made.table, **made.drafts}))
+    tables, rows = {model: made.table, **made.drafts}, []
+    for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
+        costs = [dict(getattr(table, kind)) for table in tables.values()]
+        for count in sorted({count for cost in costs for count in cost}):
+            rows.append([f"{count} {what}", *(f"{cost[count]:.2f}" if count in cost else "" for cost in costs)])
+    console.print(figures_table(["a pass of", *(f"{name}, ms" for name in tables)], rows))
     console.print(f"written to {file}", markup=False)
 
 
@@ -149,23 +150,19 @@ def step(
     asked: dict[str, Any],
     llm: dict[str, Any],
 ) -> None:
-    """Time one target pass by number of rows and context, against the machine's read bandwidth.
-
-    The model may be a random one: random:LAYERSxWIDTHxFFxVOCAB, or with xHEADSxKVHEADS after it.
-    """
+    """Time one target pass by number of rows and context, against the machine's read bandwidth."""
     passes, device, label = StepConfig(**asked), llm["device"], llm["model"]
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):  # reported before minutes of measuring
         raise ConfigError(f"--out {out}", "a file cannot be written there", "name a file in a folder that exists")
-    with materialised(llm["model"]) as folder:
-        loaded = LLM(**{**llm, "model": folder})
-        most = loaded.decoder.config.max_position
-        if max(passes.context) + max(passes.rows) > most:
-            wanted = f"context {max(passes.context)} with {max(passes.rows)} rows"
-            raise ConfigError(wanted, f"the model has {most} positions", "choose smaller ones")
-        bandwidth = machine.read_bandwidth(device)
-        with counting("timing passes", passes.repeats + 1) as progress:
-            layout = kv_layout(loaded.config, loaded.decoder.own, loaded.decoder.dtype)
-            costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
+    loaded = LLM(**llm)
+    most = loaded.decoder.config.max_position
+    if max(passes.context) + max(passes.rows) > most:
+        wanted = f"context {max(passes.context)} with {max(passes.rows)} rows"
+        raise ConfigError(wanted, f"the model has {most} positions", "choose smaller ones")
+    bandwidth = machine.read_bandwidth(device)
+    with counting("timing passes", passes.repeats + 1) as progress:
+        layout = kv_layout(loaded.config, loaded.decoder.own, loaded.decoder.dtype)
+        costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
     computed, mode, console = str(loaded.decoder.dtype), ", exact" if loaded.decoder.exact else "", stdout()
     mode += f", {ranks} ranks, of which one is counted" if (ranks := llm["tensor_parallel"]) > 1 else ""
     kept = "" if llm["kv_cache_dtype"] == "auto" else f", K/V in {llm['kv_cache_dtype']}"
@@ -188,16 +185,6 @@ def step(
             "rows": costs,
         }
         write_text(out, json.dumps(figures, indent=1) + "\n", "--out")
-
-
-def _cost_table(tables: Mapping[str, CostTable]) -> Table:
-    """Return milliseconds by rows of one sequence, and by sequences of one row; a column a model."""
-    rows = []
-    for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
-        costs = [dict(getattr(table, kind)) for table in tables.values()]
-        for count in sorted({count for cost in costs for count in cost}):
-            rows.append([f"{count} {what}", *(f"{cost[count]:.2f}" if count in cost else "" for cost in costs)])
-    return figures_table(["a pass of", *(f"{name}, ms" for name in tables)], rows)
 
 
 def _step_table(costs: Sequence[Mapping[str, Any]]) -> Table:

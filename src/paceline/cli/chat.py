@@ -7,7 +7,6 @@ written stays in the conversation. Nothing of the history is kept on disk.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -52,6 +51,7 @@ HELP = (
     llm=LLMConfig,
     defaults={**DEFAULTS, "max_tokens": 256, **SAMPLED},
     shown=CHAT_SHOWN,
+    without={"n", "echo", "logprobs", "prompt_logprobs"},
 )
 def chat(
     system: Annotated[str | None, typer.Option(help="A system prompt to begin with.")] = None,
@@ -73,21 +73,13 @@ def chat(
         paceline chat --drafter suffix --temperature 0 --verbose
     """
     given = chosen(params)
-    _refuse_batch_options(SamplingParams(**given))
+    SamplingParams(**given)  # refused before the model is loaded
     application = application_named(as_, llm["applications"] or {})
     model = open_llm(llm, 1)
     sampling = model.default_sampling_params(**given)
     talk = Conversation(model, sampling, stdout(color), show_figures, verbose, application)
     talk.begin(system)
     talk.run()
-
-
-def _refuse_batch_options(params: SamplingParams) -> None:
-    """Refuse options whose result has no place in a conversation."""
-    for name, idle in (("n", 1), ("echo", False), ("logprobs", None), ("prompt_logprobs", None)):
-        value = getattr(params, name)
-        if value != idle:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}", "it has no use in a chat", "use paceline generate")
 
 
 @dataclass
@@ -103,16 +95,6 @@ class Conversation:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    @property
-    def commands(self) -> dict[str, Callable[[str], None]]:
-        """Return the commands that begin with a slash; each takes the rest of the line."""
-        return {
-            "/reset": self._reset,
-            "/system": self._set_system,
-            "/as": self._set_application,
-            "/help": lambda rest: note(HELP),
-        }
-
     def begin(self, system: str | None) -> None:
         """Forget everything but the system prompt."""
         self.system = system
@@ -124,13 +106,27 @@ class Conversation:
             self.console.print(legend())
         note(HELP)
         while (line := self._read()) is not None:
-            word, _, rest = line.partition(" ")
-            if word in self.commands:
-                self.commands[word](rest.strip())
-            elif word.startswith("/"):
-                note(f"unknown command {word}: {HELP}")
+            if line.startswith("/"):
+                word, _, rest = line.partition(" ")
+                self.command(word, rest.strip())
             elif line:
                 self.answer(line)
+
+    def command(self, word: str, rest: str) -> None:
+        """Run a line that begins with a slash."""
+        if word == "/reset" or (word == "/system" and rest):
+            self.begin(rest or self.system)
+            note("a new conversation" + (" with this system prompt" if rest else ""))
+        elif word == "/system":
+            note(f"the system prompt is: {self.system or '(none)'}")
+        elif word == "/as":  # another application gives the next answers; the conversation stays
+            try:
+                self.application = application_named(rest, self.model.engine.applications) if rest else self.application
+                note(f"{self.application or 'the base model'} answers")
+            except ConfigError as error:
+                note(str(error))
+        else:
+            note(HELP if word == "/help" else f"unknown command {word}: {HELP}")
 
     def answer(self, question: str) -> None:
         """Answer a question and add both sides to the conversation; a refused question is removed."""
@@ -170,24 +166,3 @@ class Conversation:
             note("\n" + HELP)
             return ""
         return None if line == "/exit" else line
-
-    def _reset(self, rest: str) -> None:
-        self.begin(self.system)
-        note("a new conversation")
-
-    def _set_system(self, text: str) -> None:
-        if not text:
-            note(f"the system prompt is: {self.system or '(none)'}")
-            return
-        self.begin(text)
-        note("a new conversation with this system prompt")
-
-    def _set_application(self, name: str) -> None:
-        """Let another application give the next answers; the conversation stays."""
-        try:
-            if name:
-                self.application = application_named(name, self.model.engine.applications)
-        except ConfigError as error:
-            note(str(error))
-            return
-        note(f"{self.application or 'the base model'} answers")

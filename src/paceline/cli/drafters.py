@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..draft.registry import DrafterRow, describe
+from ..draft.registry import describe
 from ..weights import zoo
 from .console import stdout
 from .options import JsonLines
@@ -30,27 +29,19 @@ def drafters(as_json: JsonLines = False) -> None:
         paceline drafters --json
         paceline generate -p "One, two, three" --drafter ngram,depth=4
     """
+    console = stdout()
     for row in describe():
         weights = zoo.readable(row.name)
         if as_json:
             typer.echo(json.dumps({**dataclasses.asdict(row), "zoo": weights}))
-        else:
-            _show(row, weights)
-
-
-def _show(row: DrafterRow, weights: Mapping[str, str]) -> None:
-    console = stdout()
-    console.print(Text.assemble((row.name, "bold green"), f"  {row.help}", (f"  ({row.origin})", "dim")))
-    if row.error:
-        console.print(Text(f"  cannot be used: {row.error}", style="red"))
-    for model, name in weights.items():
-        console.print(Text(f"  for {model} the zoo has {name}"))
-    if row.options:
-        console.print(_table(row))
-
-
-def _table(row: DrafterRow) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    for option in row.options:
-        table.add_row(option.name, Text(option.type, style="cyan"), Text(option.default, style="dim"), option.help)
-    return table
+            continue
+        console.print(Text.assemble((row.name, "bold green"), f"  {row.help}", (f"  ({row.origin})", "dim")))
+        if row.error:
+            console.print(Text(f"  cannot be used: {row.error}", style="red"))
+        for model, name in weights.items():
+            console.print(Text(f"  for {model} the zoo has {name}"))
+        if row.options:
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+            for one in row.options:
+                table.add_row(one.name, Text(one.type, style="cyan"), Text(one.default, style="dim"), one.help)
+            console.print(table)

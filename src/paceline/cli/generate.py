@@ -95,7 +95,8 @@ def generate(
     prompts = _prompts(prompt, prompt_file)
     given = chosen(params)
     sampling = SamplingParams(**{**GREEDY, **given})
-    _check_shown(sampling, as_json)
+    if not as_json and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
+        raise ConfigError("log-probabilities", "the coloured text has no place for them", "add --json")
     names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
     model = open_llm(llm, len(prompts) * sampling.n)
     if chat:
@@ -111,7 +112,8 @@ def generate(
             outputs = _answer(model, prompts, sampling, chat, names, stopped)
     for number, output in enumerate(outputs, 1):
         if as_json:
-            typer.echo(json.dumps(_record(output), allow_nan=False))
+            record = {**_finite(dataclasses.asdict(output)), "stats": output.stats.as_dict()}
+            typer.echo(json.dumps(record, allow_nan=False))
             continue
         if len(prompts) > 1:
             first = prompts[number - 1].strip().partition("\n")[0]
@@ -140,9 +142,8 @@ def _applications(asked: list[str], loaded: Mapping[str, str], count: int) -> li
     if len(asked) <= 1:
         return [application_named(asked[0] if asked else None, loaded)] * count
     if len(asked) != count:
-        raise ConfigError(
-            f"--as {len(asked)} times for {count} prompts", "the counts differ", "give one, or one a prompt"
-        )
+        times = f"--as {len(asked)} times for {count} prompts"
+        raise ConfigError(times, "the counts differ", "give one, or one a prompt")
     return [application_named(name, loaded) for name in asked]
 
 
@@ -152,13 +153,6 @@ def _read(name: str) -> str:
         return text.removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {name}", f"it cannot be read ({error})", "name a UTF-8 text file") from error
-
-
-def _check_shown(params: SamplingParams, as_json: bool) -> None:
-    asked = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]
-    if asked and not as_json:
-        flag = "--" + asked[0].replace("_", "-")
-        raise ConfigError(flag, "the coloured text has no place for log-probabilities", "add --json")
 
 
 def _stream(
@@ -200,11 +194,6 @@ def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Co
         console.print(answer.text[:echoed], style="dim", end="", markup=False)
         painter.feed(answer.token_ids, answer.origins)
         console.print(painter.take(answer.text[echoed:]))
-
-
-def _record(output: RequestOutput) -> dict[str, Any]:
-    """Return the object that ``--json`` prints for one prompt."""
-    return {**_finite(dataclasses.asdict(output)), "stats": output.stats.as_dict()}
 
 
 def _finite(value: Any) -> Any:

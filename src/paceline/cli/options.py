@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from ..api.options import AUTO_DRAFTER
-from ..core.errors import ConfigError, PacelineError
+from ..core.errors import ConfigError
 from ..core.options import alternatives, named_values
 from ..core.options import read as read_text
 from ..core.params import SamplingParams
@@ -39,7 +38,7 @@ JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a
 PANELS = {  # of the help: fields by panel; what is in none stands among the command's own options
     "Sampling": " ".join(spec.name for spec in fields(SamplingParams)),
     "Speculation": "round verifier budget applications learn",
-    "Model": "dtype device exact kernels attention threads revision offline",
+    "Model": "dtype device exact kernels threads revision offline",
     "Memory and batches": "kv_memory kv_cache_dtype max_model_len max_sequences max_batch_rows max_waiting "
     "max_prompt_rows",
     "Processes and hosts": "pipeline tensor_parallel cluster insecure_cluster replicas max_replicas",
@@ -80,23 +79,17 @@ def takes(
         configs: dataclasses by parameter; the command receives a dict of values in its place.
     """
     groups: dict[str, list[Flag]] = {}
-    typed: dict[str, str] = {}
     for parameter, config in configs.items():
         hints = get_type_hints(config)
         specs = [spec for spec in fields(config) if spec.metadata.get("cli", True) and spec.name not in without]
         specs = [spec for spec in specs if not only or spec.name in only]
-        typed |= {spec.name: _typed(spec) for spec in specs}
         groups[parameter] = [_flag(spec, hints[spec.name], defaults or {}, shown or {}) for spec in specs]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
             filled = {p: {f.name: read(given.pop(f.name)) for f, read in flags} for p, flags in groups.items()}
-            try:
-                command(**given, **filled)
-            except PacelineError as error:
-                error.args = (in_flags(str(error), typed),)
-                raise
+            command(**given, **filled)
 
         own = inspect.signature(command, eval_str=True).parameters.values()
         kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
@@ -109,68 +102,29 @@ def takes(
     return decorate
 
 
-def in_flags(text: str, typed: Mapping[str, str]) -> str:
-    """Write the fields that an error names as flags: ``kv_memory='1x'`` as ``--kv-memory 1x``.
-
-    Args:
-        text: of the error.
-        typed: the flags by the names of their fields.
-    """
-    names = "|".join(sorted(typed, key=len, reverse=True))
-    long = "|".join(name for name in typed if "_" in name) or "(?!)"  # a short one may be an ordinary word
-    pattern = rf"""(?<![\w.,;:/=-])(?<!json:\ )(?:
-        (?P<name>{names})=(?P<value>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|<[^>]*>|[\[({{].*?[\])}}]|[^\s,;:)]*[^\s,;:).])
-        |(?P<long>{long})(?![\w=])
-        |(?<=:\ )(?P<short>{names})(?=\ must\ be\ |\ takes\ )
-        |(?:(?<=eave\ )|(?<=eave\ out\ )|(?<=valid\ ))(?P<end>{names})\b(?!=)
-    )"""
-
-    def spelled(match: re.Match[str]) -> str:
-        flag, value = typed[match["name"] or match["long"] or match["short"] or match["end"]], match["value"]
-        if value in (None, "True"):
-            return flag
-        if value == "False":
-            return f"--no-{flag[2:]}"
-        value = value.strip("(),").replace(" ", "") if value[0] == "(" else value  # of several numbers in one text
-        inner = value[1:-1] if value[0] in "'\"" else value
-        return f"{flag} {inner if re.fullmatch('[^ ;<>&|$*]+', inner) else value}"
-
-    return re.sub(pattern, spelled, text, flags=re.VERBOSE)
-
-
-def _typed(spec: Field[Any]) -> str:
-    flag: str = spec.metadata.get("flag", "--" + spec.name.replace("_", "-"))
-    return flag
-
-
 def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mapping[str, str]) -> Flag:
-    flag = _typed(spec)
+    flag = spec.metadata.get("flag", "--" + spec.name.replace("_", "-"))
     default = defaults.get(spec.name, ... if spec.default is MISSING else spec.default)
+    parser, metavar = None, spec.metadata.get("metavar")
     kind: Any
     read: Callable[[Any], Any]
-    if spec.metadata.get("metavar", "").endswith(",.."):  # several numbers in one text
-        kind, metavar, read = str, None, functools.partial(_numbers, flag, hint)
-        default = ",".join(f"{value:g}" for value in default)
+    if metavar and metavar.endswith(",.."):  # several numbers in one text
+        kind, read, default = str, functools.partial(_numbers, flag, hint), ",".join(f"{value:g}" for value in default)
     else:
-        kind, metavar, read = _kind(hint, flag)
-    parser = None
+        kind, usual, read = _kind(hint, flag)
+        metavar = metavar or usual
     if kind in (int, float) and default is not None and NoneType in alternatives(hint):
-        metavar, parser = f"<{kind.__name__}|none>", functools.partial(_number_or_none, kind)
+        metavar, parser = f"<{kind.__name__}|none>", (lambda text: read_text(str(text), kind | None))
     declared = typer.Option(
         *([flag] if "flag" in spec.metadata else ()),
-        help=spec.metadata.get("help") or None,
-        metavar=spec.metadata.get("metavar", metavar),
+        help=spec.metadata.get("help"),
+        metavar=metavar,
         show_default=shown.get(spec.name) or default is not False,
         parser=parser,
         rich_help_panel=_PANEL_OF.get(spec.name),
     )
-    kind = kind | None if default is None else kind
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(spec.name, keyword, default=default, annotation=Annotated[kind, declared]), read
-
-
-def _number_or_none(kind: type, text: Any) -> Any:
-    return None if str(text).lower() == "none" else kind(text)
+    annotation: Any = Annotated[kind | None if default is None else kind, declared]
+    return inspect.Parameter(spec.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation), read
 
 
 def _kind(hint: Any, flag: str) -> tuple[Any, str | None, Callable[[Any], Any]]:
@@ -183,29 +137,21 @@ def _kind(hint: Any, flag: str) -> tuple[Any, str | None, Callable[[Any], Any]]:
     for choice in choices:
         origin, inner = get_origin(choice), get_args(choice)
         if origin is dict and inner in _MAPPERS:
-            return list[str], "KEY=VALUE", functools.partial(_paired, _MAPPERS[inner], flag)
+            return list[str], "KEY=VALUE", lambda pairs, mapper=_MAPPERS[inner]: mapper(flag, pairs) if pairs else None
         if origin in (list, tuple):
-            return list[inner[0]], None, functools.partial(_gathered, origin)  # type: ignore[valid-type]
+            return list[inner[0]], None, lambda parts, kind=origin: kind(parts) if parts else None  # type: ignore[valid-type]
     for kind in (str, Path, float, int, bool, *(choice for choice in choices if get_origin(choice) is Literal)):
         if kind in choices:
             return kind, None, lambda value: value
     raise TypeError(f"no command-line form for the type {hint!r}")
 
 
-def _paired(mapper: Callable[[str, list[str]], Any], flag: str, pairs: list[str] | None) -> Any:
-    return mapper(flag, pairs) if pairs else None
-
-
 def _numbers(flag: str, hint: Any, text: str) -> Any:
     try:
         return read_text(text, hint)
     except ValueError as error:
-        asked = f"{flag} {text}"
-        raise ConfigError(asked, "it is not a list of numbers with commas between them", f"write {flag} 1,8") from error
-
-
-def _gathered(kind: type, parts: Collection[Any] | None) -> Any:
-    return kind(parts) if parts else None
+        wrong = "it is not a list of numbers with commas between them"
+        raise ConfigError(f"{flag} {text}", wrong, f"write {flag} 1,8") from error
 
 
 def _biases(flag: str, pairs: list[str]) -> dict[int, float]:
@@ -213,10 +159,8 @@ def _biases(flag: str, pairs: list[str]) -> dict[int, float]:
     try:
         return {int(key): float(value) for key, value in (pair.split("=", 1) for pair in pairs)}
     except ValueError as error:
-        asked = f"{flag} {' '.join(pairs)}"
-        raise ConfigError(
-            asked, "it does not have the form KEY=VALUE", f"write a token id and a number: {flag} 7=-2.5"
-        ) from error
+        remedy = f"write a token id and a number: {flag} 7=-2.5"
+        raise ConfigError(f"{flag} {' '.join(pairs)}", "it does not have the form KEY=VALUE", remedy) from error
 
 
 _MAPPERS: dict[tuple[Any, ...], Callable[[str, list[str]], Any]] = {(int, float): _biases, (str, str): named_values}

@@ -79,7 +79,8 @@ def plan(
         paceline plan --target llama-3.1-8b --machine h100 --batch 64
     """
     shape = resolve(target)
-    drafting = _draft_name(target, draft)
+    # the named draft model, or the zoo's draft for its target
+    drafting = draft or next((entry.name for entry in zoo.trained_for(target) if entry.role == "draft"), None)
     asked = PlanRequest(
         target=shape,
         machine=machines.machine(machine),
@@ -127,26 +128,17 @@ def resolve(text: str) -> ModelSizes:
     Raises:
         ConfigError: no such model (it lists those that there are), or a config that cannot be used.
     """
-    shape = models.named(text) or _from_files(text)
-    if shape is None:
-        embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
-        remedy = suggest(text, [*models.names(), *embedded], "model")
-        raise ConfigError(f"model {shown(text)}", "there is no such model, folder or config.json", remedy)
-    return shape
-
-
-def _from_files(name: str) -> ModelSizes | None:
-    folder = zoo.find(name)
-    if folder is not None:
-        return replace(models.read_shape(folder), source=f"the zoo's {name}")
-    path = Path(name)
-    path = local(name) or path if path.is_dir() else path  # a folder may hold one GGUF file
-    return models.read_shape(path) if path.exists() else None
-
-
-def _draft_name(target: str, draft: str | None) -> str | None:
-    """Return the named draft model, or the zoo's draft for its target."""
-    return draft or next((entry.name for entry in zoo.trained_for(target) if entry.role == "draft"), None)
+    if (shape := models.named(text)) is not None:
+        return shape
+    if (folder := zoo.find(text)) is not None:
+        return replace(models.read_shape(folder), source=f"the zoo's {text}")
+    path = Path(text)
+    path = local(text) or path if path.is_dir() else path  # a folder may hold one GGUF file
+    if path.exists():
+        return models.read_shape(path)
+    embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
+    remedy = suggest(text, [*models.names(), *embedded], "model")
+    raise ConfigError(f"model {shown(text)}", "there is no such model, folder or config.json", remedy)
 
 
 def _runnable(text: str) -> str | None:

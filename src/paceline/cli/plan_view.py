@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..bench.methods import default_methods
 from ..plan.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter
-from ..plan.throughput import ServedModel, link_seconds, pass_cost
+from ..plan.throughput import ServedModel, pass_cost
 from ..weights import zoo
 from .console import note, stdout
 
@@ -35,12 +35,32 @@ HowToRun = tuple[str | None, str | None]  # the command that would measure a dra
 
 def show(question: PlanRequest, ranked: Sequence[RankedDrafter], ways: Sequence[HowToRun], target: str | None) -> None:
     """Print the table, the assumptions, and how to run each drafter."""
-    console = stdout()
-    console.print(_title(question), style="bold", markup=False)
-    console.print(_table(question, ranked))
-    for line in _remarks(question, ranked):
-        console.print(line, markup=False)
-    _show_acceptance(ranked)
+    q, best, console = question, ranked[0], stdout()
+    title = f"{q.target.name} on {q.machine.about}, {q.machine.hoi:.0f} FLOPs a byte; batch {q.batch:,}, context "
+    console.print(f"{title}{q.context:,}", style="bold", markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name in ("drafter", "why") else "right", overflow="fold")
+    for made in ranked:
+        form = ("", "") if made.drafter == PLAIN else (str(made.depth), str(made.width))
+        figures = (f"{made.tau:.2f}", f"{made.multiplier:.2f}", f"{made.tokens_per_s:,.0f}")
+        table.add_row(made.drafter, *form, *figures, reason(q, made))
+    console.print(table)
+    needed, have = devices_needed(q, best), q.machine.memory
+    room = "fits" if needed == 1 else f"does not fit: {needed} devices would hold it; figures are as if it did"
+    console.print(f"{best.drafter} holds {best.holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}", markup=False)
+    batch = critical_batch(q.network(q.target), q.context, q.machine.hoi, best.rows)
+    bound = "at no batch size" if batch is None else f"from batch {batch:,} on"
+    rows = f"{best.rows} row" + "s" * (best.rows > 1)
+    console.print(f"a pass over {rows} a sequence is compute-bound {bound}", markup=False)
+    known = [(made.drafter, made.acceptance) for made in ranked if made.acceptance is not None]
+    for own, title in (
+        (True, "acceptance of this very pair (a token's chance; --tau DRAFTER=T changes it):"),
+        (False, "assumed of acceptance, since nobody measured this pair (--tau DRAFTER=T changes it):"),
+    ):
+        lines = [f"  {name:<12} {has.accept:.2f}  {has.source}" for name, has in known if has.own == own]
+        if lines:
+            console.print("\n".join([title, *lines]), markup=False)
     console.print("to run it:", style="bold")
     for made, (command, missing) in zip(ranked, ways, strict=True):
         console.print(Text(f"  {command}") if command else Text(f"  {made.drafter}: {missing}", style="dim"))
@@ -60,12 +80,11 @@ def print_json(
     for made, (command, missing) in zip(ranked, ways, strict=True):
         took = {"draft_s": made.round.draft, "verify_s": made.round.verify, "plain_s": made.round.plain}
         values = {name: value for name, value in asdict(made).items() if name != "round"}
-        devices = devices_needed(question, made)
-        told = {"reason": reason(question, made), "devices_needed": devices, "command": command, "missing": missing}
-        rows.append({**values, **took, **told})
-    asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
+        needed = {"reason": reason(question, made), "devices_needed": devices_needed(question, made)}
+        rows.append({**values, **took, **needed, "command": command, "missing": missing})
+    request = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
     found = {"draft": asdict(question.drafting), "ranked": rows, "unpredicted": unpredicted(target)}
-    typer.echo(json.dumps({**asked, **found}))
+    typer.echo(json.dumps({**request, **found}))
 
 
 def unpredicted(target: str | None) -> list[str]:
@@ -74,78 +93,29 @@ def unpredicted(target: str | None) -> list[str]:
     return [method.name for method in methods if not method.plain and method.name not in DRAFTERS]
 
 
-def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
-    """Print a token's acceptance and its source: measured for this pair, or assumed."""
-    console, known = stdout(), [(made.drafter, made.acceptance) for made in ranked if made.acceptance is not None]
-    for own, title in (
-        (True, "acceptance of this very pair (a token's chance; --tau DRAFTER=T changes it):"),
-        (False, "assumed of acceptance, since nobody measured this pair (--tau DRAFTER=T changes it):"),
-    ):
-        lines = [f"  {name:<12} {has.accept:.2f}  {has.source}" for name, has in known if has.own == own]
-        if lines:
-            console.print(title, style="bold")
-            console.print("\n".join(lines), markup=False)
-
-
-def _title(q: PlanRequest) -> str:
-    spread = f"{q.all_devices} x " if q.all_devices > 1 else ""
-    about = f"{spread}{q.machine.about}, {q.machine.hoi:.0f} FLOPs a byte"
-    return f"{q.target.name} on {about}; batch {q.batch:,}, context {q.context:,}"
-
-
-def _table(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in HEAD:
-        table.add_column(name, justify="left" if name in ("drafter", "why") else "right", overflow="fold")
-    for made in ranked:
-        form = ("", "") if made.drafter == PLAIN else (str(made.depth), str(made.width))
-        figures_ = (f"{made.tau:.2f}", f"{made.multiplier:.2f}", f"{made.tokens_per_s:,.0f}")
-        table.add_row(made.drafter, *form, *figures_, reason(q, made))
-    return table
-
-
 def reason(q: PlanRequest, made: RankedDrafter) -> str:
     """Return why a drafter has its value, in words."""
-    bound, took = f"{_bound(q, 1)}-bound", made.round
+
+    def bound(rows: int) -> str:
+        return pass_cost(q.network(q.target), q.batch, q.context, rows).bound(q.machine.hoi).removesuffix("s")
+
+    took = made.round
     if made.drafter == PLAIN:
-        return bound
+        return f"{bound(1)}-bound"
     drafts = "drafts are rows of the same pass" if made.drafter in RIDING else "drafts cost nothing"
     if DRAFTERS[made.drafter]:
         keys = q.keys(made.drafter) or q.context
         kind = f"sparse draft of {keys:,} keys" if keys < q.context else "dense draft"
         drafts = f"{kind}, a pass takes {took.draft / made.depth / took.plain:.0%} of the target's"
-    words = [f"{bound}: {drafts}"]
+    words = f"{bound(1)}-bound: {drafts}"
     if (verify := took.verify / took.plain) > DEAR:
-        words.append(f"verifying {made.rows} rows takes {verify:.2g} passes, {_bound(q, made.rows)}-bound")
-    if q.all_devices > 1:
-        talk = link_seconds(q.network(q.target), q.machine, q.batch, made.rows, q.devices, q.stages)
-        words.append(f"{talk / took.verify:.0%} of that is on the link")
-    return "; ".join(words)
-
-
-def _bound(q: PlanRequest, rows: int) -> str:
-    """Return what limits a target pass."""
-    cost = pass_cost(q.network(q.target), math.ceil(q.batch / q.stages), q.context, rows)
-    return cost.bound(q.machine.hoi).removesuffix("s")
+        words += f"; verifying {made.rows} rows takes {verify:.2g} passes, {bound(made.rows)}-bound"
+    return words
 
 
 def devices_needed(q: PlanRequest, made: RankedDrafter) -> int:
     """Return the fewest devices whose memory holds target and draft."""
     return max(1, math.ceil(made.holds / q.machine.memory))
-
-
-def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
-    """Return remarks on memory, and on the batch from which verification is compute-bound."""
-    best = ranked[0]
-    holds, have = best.holds, q.machine.memory * q.all_devices
-    needed = devices_needed(q, best)
-    room = "fits" if holds <= have else f"does not fit: {needed} devices would hold it; figures are as if it did"
-    batch = critical_batch(q.network(q.target), q.context, q.machine.hoi, best.rows)
-    bound = "at no batch size" if batch is None else f"from batch {batch:,} on"
-    return [
-        f"{best.drafter} holds {holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}",
-        f"a pass over {best.rows} row{'s' if best.rows > 1 else ''} a sequence is compute-bound {bound}",
-    ]
 
 
 def critical_batch(network: ServedModel, context: float, hoi: float, rows: int) -> int | None:
@@ -165,46 +135,26 @@ def how_to_run(question: PlanRequest, made: RankedDrafter, target: str | None, d
     Args:
         target, draft: the models' names on the command line; None: there are no weights.
     """
-    weights = _weights(made, target, draft)
-    if missing := _missing(question, made, target is not None, weights is not None):
-        return None, missing
-    dtype = DTYPES[question.weight_bytes]
-    more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
-    method = PLAIN if made.drafter == PLAIN else f"{_method(question, made, weights)};budget={made.depth * made.width}"
-    return f'paceline bench --model {shlex.quote(str(target))} --batch {question.batch}{more} --method "{method}"', None
-
-
-def _missing(q: PlanRequest, made: RankedDrafter, target: bool, weights: bool) -> str | None:
-    """Return why this engine cannot run it now; None: it can."""
-    kv = 4.0 if q.weight_bytes == 4.0 else 2.0
+    q, name, kv = question, made.drafter, 4.0 if question.weight_bytes == 4.0 else 2.0
+    weights = draft if name == "draft_model" else zoo.weights(name, target or "") if name in ADVICE else ""
     reasons = {
-        "there are no weights of this model": not target,
-        "mixtures of experts are not there yet": q.target.experts is not None,
-        "several devices are not there yet": q.all_devices > 1,
+        "there are no weights of this model": target is None,
         "CPUs and CUDA GPUs are what there is so far": not q.machine.device,
         "weights are float32, bfloat16 or int8, keys and values as activations": q.weight_bytes not in DTYPES
         or q.kv_bytes != kv,
         f"memory: {devices_needed(q, made)} devices would hold it": made.holds > q.machine.memory,
-        f"{ADVICE.get(made.drafter)} first": not weights,
+        f"{ADVICE.get(name)} first": weights is None,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _method(q: PlanRequest, made: RankedDrafter, weights: str | None) -> str:
-    """Return the value of ``--method``."""
-    depth = f"depth={made.depth}"
-    options = {
-        "streams": "chain=true",
-        # The widest level first and one child each after it.
-        "draft_model": "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)]) if made.width > 1 else "",
-    }
-    if made.drafter == "magicdec":
-        options["magicdec"] = f"window={q.last_keys(made.drafter)},sinks={SINK},{depth}"
-    return made.drafter + (f":{weights}," if weights else ",") + (options.get(made.drafter) or depth)
-
-
-def _weights(made: RankedDrafter, target: str | None, draft: str | None) -> str | None:
-    """Return the draft model's name, or the zoo's trained weights; None: there are none; empty: it needs none."""
-    if made.drafter == "draft_model":
-        return draft
-    return zoo.weights(made.drafter, target or "") if made.drafter in ADVICE else ""
+    if missing := next((reason for reason, holds in reasons.items() if holds), None):
+        return None, missing
+    dtype, options = DTYPES[q.weight_bytes], f"depth={made.depth}"
+    if name == "streams":
+        options = "chain=true"
+    elif name == "draft_model" and made.width > 1:  # the widest level first and one child each after it
+        options = "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)])
+    elif name == "magicdec":
+        options = f"window={q.last_keys(name)},sinks={SINK},{options}"
+    method = f"{name}{f':{weights}' if weights else ''},{options};budget={made.depth * made.width}"
+    more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if q.machine.device == "cuda" else "")
+    ran = PLAIN if name == PLAIN else method
+    return f'paceline bench --model {shlex.quote(str(target))} --batch {q.batch}{more} --method "{ran}"', None

@@ -46,14 +46,24 @@ def serve(
         paceline serve folder/model.gguf --port 8080
         paceline serve --host 0.0.0.0 --api-key-file keys.txt
     """
-    _require_packages()
+    missing = [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]
+    if missing:
+        remedy = f"run {sys.executable} -m pip install 'paceline[serve]'"
+        raise CapabilityError("paceline serve", f"packages are missing: {', '.join(missing)}", remedy)
     model = llm["model"] = one_model(name, llm["model"], DEFAULT_MODEL)
     config = ServeConfig(**{**serve, "allowed_hosts": serve["allowed_hosts"] or None})
     config.keys()
-    os.environ[LEVEL_VARIABLE] = config.log_level
+    os.environ.setdefault(LEVEL_VARIABLE, "info")
     log_to_stderr()
     if config.replicas is not None:
-        _serve_replicas(config, llm)
+        if llm["cluster"] is None:
+            asked = f"--replicas {config.replicas}"
+            raise ConfigError(asked, "no cluster is named", "add --cluster auto (see docs/cluster.md)")
+        from ..serve import replicas
+
+        with config.listen() as held:
+            port = held.getsockname()[1]
+        replicas.run(config, vars(LLMOptions(**llm)), port)
         return
     listening = config.listen()
     client = EngineClient(vars(LLMOptions(**llm)))
@@ -61,23 +71,3 @@ def serve(
     from ..serve.server import run
 
     run(config, client, model, listening)
-
-
-def _require_packages() -> None:
-    """Refuse to begin without the packages of HTTP, which an installation without extras lacks."""
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        remedy = f"run {sys.executable} -m pip install 'paceline[serve]'"
-        raise CapabilityError("paceline serve", f"packages are missing: {', '.join(missing)}", remedy)
-
-
-def _serve_replicas(config: ServeConfig, llm: dict[str, Any]) -> None:
-    if llm["cluster"] is None:
-        asked = f"--replicas {config.replicas}"
-        raise ConfigError(asked, "no cluster is named", "add --cluster auto (see docs/cluster.md)")
-    options = vars(LLMOptions(**llm))
-    from ..serve import replicas
-
-    with config.listen() as held:
-        port = held.getsockname()[1]
-    replicas.run(config, options, port)

@@ -6,8 +6,8 @@ A recipe file (``*.toml``) takes the place of the kind: ``paceline train zoo/rec
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from . import INTERRUPTED
 from .console import note, stderr, stdout, this_command
 from .help import Group
 from .options import takes
-from .train_progress import Bar, event_file
+from .train_progress import Bar
 
 SUFFIX = ".toml"
 
@@ -67,7 +67,6 @@ class RunConfig:
     out: str = option(help="Checkpoint, log and result; an unfinished run there continues.", metavar="DIR")
     target: str | None = option(None, help="What it is trained for: zoo name, folder or hub name.", metavar="MODEL")
     init: str | None = option(None, help="Checkpoint to start from.", metavar="MODEL")
-    stop_after: int | None = option(None, help="Stop here, with a checkpoint, and continue later.", metavar="STEPS")
     cache: str | None = option(
         None, help="Folder for the target's likeliest tokens and states; later runs read it.", metavar="DIR"
     )
@@ -154,32 +153,23 @@ def _source(text: str) -> SourceSpec:
     """Parse ``FILE`` or ``FILE=WEIGHT``."""
     name, _, weight = text.rpartition("=")
     if not name:
-        return SourceSpec(file=text, weight=_size(text))
+        return SourceSpec(file=text, weight=float(Path(text).stat().st_size) if Path(text).is_file() else 1.0)
     try:
         return SourceSpec(file=name, weight=float(weight))
     except ValueError as error:
         raise ConfigError(f"--data {text}", "the weight is not a number", "write FILE or FILE=0.5") from error
 
 
-def _size(text: str) -> float:
-    path = Path(text)
-    return float(path.stat().st_size) if path.is_file() else 1.0
-
-
 def _train(job: TrainingJob, asked: RunConfig) -> None:
-    watchers: list[Any] = [Bar(stderr(), job.config.steps), *event_file(job.out)]
-    try:
-        trainer = run(job, watchers, asked.stop_after, note)
-    finally:
-        for watcher in watchers:
-            watcher.close()
+    with closing(Bar(stderr(), job.config.steps)) as bar:
+        trainer = run(job, [bar], note)
     if trainer.finished:
         result = finish(job, trainer)
         note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")
         stdout().print(str(result), markup=False)
     else:
-        again = re.sub(r" --stop-after[ =]\S+", "", this_command())
-        note(f"stopped after step {trainer.step} of {job.config.steps}, checkpoint in {job.out}; continue: {again}")
+        reached = f"stopped after step {trainer.step} of {job.config.steps}, checkpoint in {job.out}"
+        note(f"{reached}; continue: {this_command()}")
     if trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -199,21 +189,17 @@ def answers(
     from ..api.llm import LLM
 
     asked = answering.AnswerConfig(**config)
-    length, temperature = asked.piece, asked.temperature
     folder = resolve_folder(target)
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise CapabilityError(f"--target {target}", "its tokenizer has no end-of-text token", "name another target")
-    encoder = Encoder(tokenizer, length)
-    path = Path(out)
+    encoder, path = Encoder(tokenizer, asked.piece), Path(out)
     if path.suffix != ".jsonl":
         raise ConfigError(f"--out {out}", "answers are JSON lines", "name a file that ends in .jsonl")
     with writing(f"--out {out}", "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    llm = LLM(target, max_sequences=batch, max_model_len=length + 8)
-
-    answer = answerer(llm, length, temperature)
-    mark = fingerprint(folder)
+    llm = LLM(target, max_sequences=batch, max_model_len=asked.piece + 8)
+    answer, mark = answerer(llm, asked.piece, asked.temperature), fingerprint(folder)
     for name in data:
         part = path if len(data) == 1 else path.with_name(f"{path.stem}.{Path(name).name.split('.')[0]}{path.suffix}")
         try:

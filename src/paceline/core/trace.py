@@ -40,5 +40,4 @@ class Shown:
     """Where the tokens of a chunk come from, where a request to a server asks for it."""
 
     origins: list[tuple[str, str | None, int]]  # of a token its text, who proposed it (None: the target), its depth (0)
-    counts: list[tuple[int, int]]  # of each step that had drafts, tokens drafted and accepted
     steps: list[dict[str, Any]] | None  # `StepTrace.as_dict` with the ``texts`` of its tokens; None: not asked for

@@ -94,7 +94,7 @@ class MagicDec(Drafter):
             wrong = f"{target.name} has {target.max_position} positions, and the view leaves none of them out"
             raise ConfigError(asked, wrong, f"give window and sinks below {target.max_position} together")
         self.decoder = target.decoder
-        self.view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
+        self.view = PoolView(self.shape, shape.rope, target.dtype, device)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:

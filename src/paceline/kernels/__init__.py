@@ -8,11 +8,9 @@ everything runs on torch's own kernels, and `unavailable` says why.
 
 A cached library is code that will run, so before it is opened
 
-- it must be whole: its name carries the sha256 of its content, and it gets that name in one step, once its bytes
-  are on the disk. A power cut or a full disk leaves no file under such a name, or one that fails the check and is
-  compiled again; several processes that compile at once each put a whole file there. One name cannot go without the
-  other, as a file and a checksum next to it could.
-- one that does not open (a home that systems share) is removed, and compiled once more.
+- it must be whole: its name carries the sha256 of its content, and it gets that name in one step. A power cut or a full
+  disk leaves no file under such a name, or one that fails the check and is compiled again; several processes that
+  compile at once each put a whole file there.
 - it and its folder must belong to the user who runs this (to root only where root runs it), and nobody else may
   write to them. Otherwise torch's kernels are used, and a warning gives the remedy.
 
@@ -39,6 +37,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..core.folders import user_cache
 from . import abi
 
 log = logging.getLogger(__name__)
@@ -113,20 +112,12 @@ def _load() -> tuple[Any, str | None]:
 
 
 def opened(source: Path) -> ctypes.CDLL:
-    """Open the library of a source of this package; one that does not open, as another system made it, is made again.
+    """Open the library of a source of this package.
 
     Raises:
-        OSError, RuntimeError, subprocess.SubprocessError: as `built`, or it does not open either.
+        OSError, RuntimeError, subprocess.SubprocessError: as `built`, or it does not open.
     """
-    shipped = _shipped(source)
-    path = shipped or built(source)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        log.warning("%s does not open (%s): it is compiled again", path, error)
-        if not shipped:
-            path.unlink(missing_ok=True)
-        return ctypes.CDLL(str(built(source)))
+    return ctypes.CDLL(str(_shipped(source) or built(source)))
 
 
 def _shipped_name(source: Path, level: str) -> str:
@@ -158,7 +149,9 @@ def built(source: Path, level: str = "") -> Path:
     version = _output([*compiler, "--version"], 60)[1]
     command, probe = " ".join([*compiler, *flags]), [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     stem = f"{source.stem}-{_digest((*_texts(source), version, command, _output(probe, 60)[1]))}"
-    if (kept := _kept(folder := _cache_folder(), stem)) is not None:
+    if (cache_folder := user_cache()) is None:
+        raise RuntimeError("the user has no cache folder; name one by an absolute path in XDG_CACHE_HOME")
+    if (kept := _kept(folder := cache_folder / "kernels", stem)) is not None:
         return kept
     _make_folder(folder)
     if source == SOURCE:  # a warning, which shows where nobody has set up logging: the start is silent for so long
@@ -303,28 +296,5 @@ def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, sou
                 raise RuntimeError(f"{shlex.join(compiler)} failed: {first}")
         path = folder / f"{stem}-{_sha256(made)}.so"
         made.chmod(0o700)  # whatever the umask
-        _flush(made)
         made.replace(path)
-        _flush(folder)
         return path
-
-
-def _flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's entries, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _cache_folder() -> Path:
-    """Return where compiled kernels are kept.
-
-    Raises:
-        RuntimeError: there is no home, or a relative path, which would mean another folder wherever one starts.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    if not base.is_absolute():
-        raise RuntimeError(f"the cache folder {str(base)!r} is relative; name an absolute one in XDG_CACHE_HOME")
-    return base / "paceline" / "kernels"

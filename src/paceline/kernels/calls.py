@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.sampling import RULES, RULES_FIELDS
 from . import abi
 
 if TYPE_CHECKING:
@@ -97,27 +96,8 @@ class TokenPass(NamedTuple):
         return rules_at(rules, held) or 0, hold(logits, shape, held, torch.float32), masks
 
 
-def _in_order(struct: Any, names: str) -> list[str]:
-    """The names of a struct's fields, which `TokenPass.packed` lists in this order, each of 8 bytes."""
-    own = [name for name, _ in struct._fields_]
-    if own != names.split() or ctypes.sizeof(struct) != 8 * len(own):
-        raise TypeError(f"{struct.__name__} has fields {own}: TokenPass.packed writes {names.split()}")
-    return own
-
-
-def _same_kinds(struct: Any, fields: str, kinds: str) -> None:
-    """Refuse letters of Python's `struct` module that stand for other fields than this one has."""
-    letters = {ctypes.c_uint64: "Q", ctypes.c_int64: "q", ctypes.c_double: "d"}
-    own = [(name, letters[kind]) for name, kind in struct._fields_]
-    if own != [*zip(fields.split(), kinds.removeprefix("="), strict=True)]:
-        raise TypeError(f"{struct.__name__} has fields {own}: core/sampling.py packs {fields} as {kinds}")
-
-
-_same_kinds(abi.CRules, RULES_FIELDS, RULES.format)
-_PASS = _in_order(
-    abi.CTokenPass, "rows tokens positions slots slot_base spans num_spans wanted num_wanted rules logits masks chosen"
-)
-_SPAN = _in_order(abi.CSpan, "start stop prefix base keys drafted parents")
+# Names of the fields, in the order in which `TokenPass.packed` lists them, each of 8 bytes (see its test).
+_PASS, _SPAN = ([name for name, _ in struct._fields_] for struct in (abi.CTokenPass, abi.CSpan))
 _OWN = [_PASS.index(name) for name in ("tokens", "positions", "spans", "wanted", "chosen")]
 _SLOTS, _PARENTS = _PASS.index("slots"), _SPAN.index("parents")
 
@@ -152,8 +132,13 @@ def _after(layers: tuple[int, ...]) -> array[int]:
 
 
 class Room:
-    """Room for lists that compiled code makes, of so many entries at most: ``fields`` of a struct, which is told where
-    they lie, and the letter of `array` for what each holds."""
+    """Room for lists that compiled code makes, of a given number of entries.
+
+    Args:
+        struct: is told where the lists lie.
+        most: entries of each list.
+        fields: of the struct, each with the letter of `array` for its entries.
+    """
 
     def __init__(self, struct: Any, most: int, **fields: str) -> None:
         self._parts = [array(letter, bytes(array(letter).itemsize * most)) for letter in fields.values()]
@@ -166,13 +151,13 @@ class Room:
 
 
 def numbers(values: Sequence[int], held: list[Any]) -> int:
-    """The address of these numbers as int64, which are kept in ``held``."""
+    """Return the address of these numbers as int64, which are kept in ``held``."""
     held.append(array("q", values))
     return int(held[-1].buffer_info()[0])
 
 
 def rules_at(rules: bytes | None, held: list[Any]) -> int | None:
-    """The address of a sampler's rules, which are kept in ``held``."""
+    """Return the address of a sampler's rules, which are kept in ``held``."""
     if not rules:
         return None
     held.append(array("q", rules))
@@ -185,7 +170,7 @@ def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int
 
 
 def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
-    """The address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
+    """Return the address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
     held.append(tensor.contiguous())
@@ -227,5 +212,5 @@ def join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _moving(x: Tensor) -> Any:
-    """The kernels, where they are in use and can move rows of a tensor."""
+    """Return the kernels, where they are in use and can move rows of a tensor."""
     return kernels.in_use() if x.device.type == "cpu" and x.is_contiguous() else None

@@ -1,5 +1,4 @@
-"""Drafts in compiled calls: chains and trees of a network, drafters of states, Medusa's heads, and drafts with feedback
-memory.
+"""Drafts in compiled calls: of networks, drafters of states, Medusa's heads, and with feedback memory.
 
 Sources: Lyanna, algorithms 1 and 2 (`sample`); SPIRe, section 3.3 (`write_keys`, `recall`).
 """
@@ -156,8 +155,11 @@ def grow(
 
 
 def _begin(row: Any, start: ChainStart | TreeStart | SampleStart, behind: int, held: list[Any]) -> int:
-    """Set what chains, trees and samples have in common; returns the position after the last key, so many after the
-    pending tokens."""
+    """Set what chains, trees and samples have in common.
+
+    Returns:
+        The position after the last key, ``behind`` after the pending tokens.
+    """
     end = start.position + len(start.pending) + behind
     row.pending, row.num_pending, row.position = numbers(start.pending, held), len(start.pending), start.position
     row.base, row.keys = keys_of(start.keys, end, held)
@@ -203,8 +205,12 @@ class NativeFuse:
 
 
 def token_info(factors: Tensor, table: NativeLinear) -> abi.CTokenInfo:
-    """Return what tokens say about their children: ``factors`` [V, r] of every token, in the dtype of states, and the
-    table [r -> outputs of the head] that they are multiplied with, of the same dtype."""
+    """Return what tokens say about their children.
+
+    Args:
+        factors: [V, r] of every token, in the dtype of states.
+        table: [r -> outputs of the head] that they are multiplied with, of the same dtype.
+    """
     held: list[Any] = [table]
     made = abi.CTokenInfo(table=table.struct, factors=hold(factors, (len(factors), table.shape[1]), held, table.dtype))
     made.held = held

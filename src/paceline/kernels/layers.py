@@ -64,7 +64,7 @@ class Stack:
             why = why or f"beside {quant} weights they compute in bfloat16, not {decoder.dtype}"
         if why:
             raise CapabilityError("native=True", why, "use native=False")
-        self._rope = RopeTables(c.rotations, c.max_position, torch.float32, decoder.device)
+        self._rope = RopeTables(c.rotations, torch.float32, decoder.device)
         self._quant = quant
         self.weights = NativeWeights(decoder, stored or {}, lender)
         self.head = self.weights.head
@@ -116,7 +116,7 @@ class Stack:
         self._hot = hot
 
     def ends(self, hot: Tensor | None) -> abi.CModel:
-        """The model for calls that read its final norm and head alone: the whole head, or a copy that is cut."""
+        """Return the model for calls that read its final norm and head alone: the whole head, or a copy that is cut."""
         if hot is None:
             return self._model
         made = abi.CModel.from_buffer_copy(self._model)
@@ -130,7 +130,7 @@ class Stack:
         return sum(linear.nbytes for linear in products) / sum(linear.struct.n * linear.struct.k for linear in products)
 
     def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
-        """A table of `abi.CSegment`, with addresses in place of tensors.
+        """Return a table of `abi.CSegment`, with addresses in place of tensors.
 
         Raises:
             ValueError: keys, masks or positions of another shape or dtype than the segment says.
@@ -198,9 +198,10 @@ class Stack:
         require(refused)
 
     def decide(self, whole: TokenPass, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
-        """The choice after each of the wanted rows of a pass: all of it, from token ids on, in one call. The same
-        numbers as `run` and `logits` give, without a tensor in between; ``taps`` are states that are wanted beside the
-        choices.
+        """Return the choice after each of the wanted rows of a pass, from token ids on, in one call.
+
+        It gives the same numbers as `run` and `logits`, without a tensor in between; ``taps`` are states that are
+        wanted beside the choices.
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
@@ -217,8 +218,12 @@ class Stack:
     def choose(
         self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None
     ) -> None:
-        """Run a pass from token ids on by an entry point ``call`` of the library, with its arguments ``given``;
-        ``highest`` is its last position."""
+        """Run a pass from token ids on.
+
+        Args:
+            call: an entry point of the library, with its arguments ``given``.
+            highest: the last position of the pass.
+        """
         run, held = self._pass(cache), list[Any]()
         table = None if taps is None else taps.struct(self._model.d_model, self.dtype, held)
         at = None if table is None else ctypes.byref(table)
@@ -231,7 +236,7 @@ class Stack:
             taps.ms = table.ms
 
     def _pass(self, cache: KVCache) -> abi.CPass:
-        """What passes over a cache have in common, kept from pass to pass; with the rotation and the threads of now."""
+        """Return what passes over a cache have in common, kept from pass to pass; with today's rotation and threads."""
         last = self._last
         if last is None or last[0]() is not cache:
             last = self._last = ref(cache), self._new_pass(cache)
@@ -269,7 +274,7 @@ class Stack:
         return found
 
     def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:
-        """The ranges that hold a row, as the compiled layers read them."""
+        """Return the ranges that hold a row, as the compiled layers read them."""
         table = (abi.CAdapterRange * len(ranges))()
         end = 0
         for made, r in zip(table, ranges, strict=True):
@@ -313,7 +318,7 @@ class Stack:
         return torch.full((rows, self._model.tokens), -torch.inf).index_copy_(1, self._hot, out)
 
     def reaching(self, cache: KVCache, last: int) -> abi.CPass:
-        """A pass without adapters, whose rotation table reaches beyond position ``last``."""
+        """Return a pass without adapters, whose rotation table reaches beyond position ``last``."""
         run = self._pass(cache)
         run.num_adapters = 0
         if last >= run.num_positions:
@@ -352,7 +357,7 @@ class Stack:
 
 
 def _highest(positions: Tensor) -> int:
-    """The largest of the positions [rows].
+    """Return the largest of the positions [rows].
 
     Raises:
         ValueError: a negative one.

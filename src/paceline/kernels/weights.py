@@ -47,8 +47,9 @@ class Loaded(Protocol):
 
 
 class NativeWeights:
-    """All weights of a loaded decoder, which gives them up; ``stored`` are in blocks, by the parameter's name.
-    Embedding, norm and head are the lender's, where there is one.
+    """All weights of a loaded decoder, which gives them up.
+
+    Those in ``stored`` are in blocks, by the parameter's name. Embedding, norm and head are the lender's, if any.
 
     Raises:
         CapabilityError: a final norm that is lent and rounds otherwise.

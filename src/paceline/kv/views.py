@@ -39,16 +39,14 @@ class PoolView:
 
     Positions are those within the view, without the gap. Rotary attention knows differences of positions alone, so the
     window's keys stay as they lie in the pool, and the sinks' are turned on by the gap. These are copies in scratch
-    slots: the text's own are only read. ``positions`` are as many as a text may have.
+    slots: the text's own are only read.
     """
 
-    def __init__(
-        self, shape: SinkWindow, rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: SinkWindow, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         # Keys have been scaled once, and are only turned here.
-        self._table = RopeTable(replace(rope, attention_factor=1.0), positions, wide, device)
+        self._table = RopeTable(replace(rope, attention_factor=1.0), wide, device)
 
     def keys(self, cache: SequenceCache, position: int, index: int) -> slice | Tensor:
         """Return the slots that the row at ``position`` sees, its own last; ``index`` is the text's in `turn`."""

@@ -50,8 +50,9 @@ class AdapterConfig:
 
 
 class LowRank(nn.Module):
-    """The adapters of one set: a pair (down [rank, in], up [out, rank]) for each layer and linear named; ``shapes`` are
-    as of `linear_shapes`.
+    """The adapters of one set: a pair (down [rank, in], up [out, rank]) for each layer and linear named.
+
+    ``shapes`` are as of `linear_shapes`.
 
     The parameters hold NaN until they are loaded or made by `start`. They can be trained as they are; `prepare` turns
     them into the kernels that inference uses.
@@ -107,8 +108,10 @@ class LowRank(nn.Module):
         return (self.down[key], self.up[key]) if key in self.down else None
 
     def prepare(self, exact: bool = False) -> LowRank:
-        """Make `delta` use inference kernels from now on; later changes of parameters have no effect. ``exact``: a
-        row's bits must not depend on the number of rows.
+        """Make `delta` use inference kernels from now on; later changes of parameters have no effect.
+
+        Args:
+            exact: a row's bits must not depend on the number of rows.
 
         Raises:
             ConfigError: a parameter that holds NaN.
@@ -155,8 +158,10 @@ class AdapterRange:
 
 
 def joined(parts: Iterable[tuple[int, int, LowRank | None]]) -> tuple[AdapterRange, ...]:
-    """Return (start, stop, adapter), ascending, as disjoint ranges: neighbours with the same adapters are one, and
-    those without rows or adapters are left out."""
+    """Return (start, stop, adapter), ascending, as disjoint ranges.
+
+    Neighbours with the same adapters are one, and those without rows or adapters are left out.
+    """
     ranges: list[AdapterRange] = []
     for start, stop, adapter in parts:
         if adapter is None or start == stop:
@@ -178,8 +183,11 @@ def fill_normal(parameter: Tensor, deviation: float, generator: torch.Generator 
 
 
 def _op(weight: Tensor, exact: bool) -> LinearOp:
-    """Return a product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot
-    be trusted to see whether its bits depend on the number of rows."""
+    """Return a product as inference wants it.
+
+    It is so narrow, on either side, that the probe of `make_linear` cannot be trusted to see whether its bits depend on
+    the number of rows.
+    """
     return RowBlocks(make_linear(weight, None)) if exact else make_linear(weight, None)
 
 

@@ -35,7 +35,7 @@ class Application:
 
 
 def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:
-    """The folder of every application's trained set.
+    """Return the folder of every application's trained set.
 
     Raises:
         ConfigError: no such folder, or an invalid name; names the application.
@@ -83,8 +83,9 @@ def _check_name(asked: str, name: str) -> None:
 def adapter_ranges(
     applications: Sequence[Application | None], rows: Sequence[tuple[int, int]]
 ) -> tuple[AdapterRange, ...]:
-    """Which rows of a pass have which adapters: disjoint ranges in ascending order; neighbours with the same adapters
-    are one.
+    """Return which rows of a pass have which adapters.
+
+    They are disjoint ranges in ascending order; neighbours with the same adapters are one.
 
     Args:
         applications: [B] of each sequence.

@@ -82,8 +82,7 @@ def check_number(name: str, value: object) -> float:
 
 
 def token_ids(name: str, value: object, file: str = "config.json") -> tuple[int, ...]:
-    """Return an id, a list of ids or null, the ``value`` of a field of a file, as a tuple; those below 0 stand for
-    none.
+    """Return the ``value`` of a field of a file, an id, a list of ids or null, as a tuple; ids below 0 stand for none.
 
     Raises:
         ConfigError: something else, or an id that no vocabulary could have.

@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         has_head = own and not config.tied
         self.head = Dense(config.d_model, here.vocab_size, False, dtype, weights) if has_head else None
         self.windows = frozenset(config.windows)
-        self._rope = RopeTables(config.rotations, config.max_position, dtype, self.device)
+        self._rope = RopeTables(config.rotations, dtype, self.device)
         self._run: list[Any] = [*self.layers]  # an nn.ModuleList is slow to index
         for layer, table in zip(self._run, self._rope.of_layer, strict=True):
             layer.table = table
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
                 setattr(self.get_submodule(module), own, nan_parameter(tuple(value.shape), value.dtype, self.device))
 
     def assert_loaded(self) -> None:
-        """Raises ConfigError where a parameter still holds NaN."""
+        """Raise ConfigError where a parameter still holds NaN."""
         left = [name for name, value in self.named_parameters() if not value.is_meta and value.isnan().any()]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
@@ -156,8 +156,10 @@ class Decoder(nn.Module):
         return self
 
     def cut(self, hot: Tensor | None) -> None:
-        """Give no chance to tokens other than ``hot`` [H] int64, ascending (`model.hot`); None: to all. Once, behind
-        `finish`."""
+        """Give no chance to tokens other than ``hot`` [H] int64, ascending (`model.hot`); None: to all.
+
+        It is called once, after `finish`.
+        """
         if hot is not None and self.stack is not None:
             self.stack.cut(hot)
             self._head = self.stack.head
@@ -212,18 +214,11 @@ class Decoder(nn.Module):
         return TargetHandle(self.embedding.data, norm, self.head_product, self.stack)
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
-        """What a drafter may know; of a rank's share nothing that reads weights."""
+        """Return what a drafter may know; of a rank's share nothing that reads weights."""
         return TargetInfo.of(name, self.config, self.dtype, tokenizer, None if self.ranks else self)
 
-    def expect(self, position: int) -> None:
-        """Announce positions up to ``position``; those of the context need no such call.
-
-        Rows next to others may lie beyond them: those of the context's last rows have positions that no other row has.
-        """
-        self._rope.expect(position)
-
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """The attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
+        """Return the attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
         if self.stack is not None:
             return self.stack.plan(segments)
         return self.attention.plan(segments, positions, self.windows)
@@ -231,8 +226,10 @@ class Decoder(nn.Module):
     def whole_run(
         self, batch: Batch, cache: KVCache, read: int, wanted: Sequence[int], adapters: Sequence[AdapterRange] = ()
     ) -> AbstractContextManager[None]:
-        """What a pass over all layers is inside of, from `embed` to `best` or `read` of the rows ``wanted``, so that
-        other ranks hear of it at once."""
+        """Return what a pass over all layers is inside of, so that other ranks hear of it at once.
+
+        The pass goes from `embed` to `best` or ``read`` of the rows ``wanted``.
+        """
         if self.ranks is None:
             return nullcontext()
 
@@ -377,8 +374,10 @@ class TargetInfo:
     def of(
         name: str, config: DecoderConfig, dtype: torch.dtype, tokenizer: Any, decoder: Decoder | None = None
     ) -> TargetInfo:
-        """Describe a target by its configuration. Without a decoder (the target is in another process) ``handle`` and
-        ``decoder`` are None."""
+        """Describe a target by its configuration.
+
+        Without a decoder (the target is in another process) ``handle`` and ``decoder`` are None.
+        """
         shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
         known: dict[str, Any] = {field: getattr(config, field) for field in shared}
         known |= {"handle": None if decoder is None else decoder.handle(), "decoder": decoder}

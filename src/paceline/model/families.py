@@ -73,8 +73,10 @@ class DecoderConfig:
         return self.ropes or (self.rope,) * self.num_layers
 
     def part(self, start: int, stop: int, ends: bool) -> DecoderConfig:
-        """Return the layers start .. stop - 1 alone; without ``ends`` states go in and come out, and embedding, final
-        norm and head are not there."""
+        """Return the layers start .. stop - 1 alone.
+
+        Without ``ends`` states go in and come out, and embedding, final norm and head are not there.
+        """
         kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
         return kept if ends else replace(kept, vocab_size=1, tied=True)
 
@@ -142,8 +144,10 @@ _UNBUILT = {
 
 
 def unbuilt(kind: str) -> str | None:
-    """Return what the network lacks for a family that is known by this name, of ``config.json`` or of a GGUF file;
-    None: it is not known as one of those.
+    """Return what the network lacks for a family; None: the family is not known as one of those.
+
+    Args:
+        kind: its name in ``config.json`` or in a GGUF file.
     """
     return _UNBUILT.get(kind.replace("-", "_"))
 
@@ -264,8 +268,9 @@ def _rotary_family(
     activation: str = "hidden_act",
     **options: Any,
 ) -> DecoderConfig:
-    """Read the fields that all families share; `None` is what the file holds, for windows none. ``theta`` and ``tied``
-    are its defaults, ``activation`` is the field that names the activation.
+    """Read the fields that all families share; `None` is what the file holds, for windows none.
+
+    ``theta`` and ``tied`` are its defaults, ``activation`` is the field that names the activation.
     """
     d_model, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     kv_heads = f.integer("num_key_value_heads", heads)

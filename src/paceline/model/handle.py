@@ -40,7 +40,12 @@ class TargetHandle:
         return self.embed(every) if self.embedding.is_meta else self.embedding
 
     def logits(self, states: Tensor, normed: bool = False) -> Tensor:
-        """Return [rows, V] float32 or wider, never rounded to bf16 in between, of states [rows, d_model] in the
-        target's dtype, after the final norm or not. The target's own logits are rounded where torch's kernels
-        compute in bf16: there these differ by that."""
+        """Return [rows, V] float32 or wider, never rounded to bf16 in between.
+
+        The target's own logits are rounded where torch's kernels compute in bf16: there these differ by that.
+
+        Args:
+            states: [rows, d_model] in the target's dtype.
+            normed: whether they went through the final norm.
+        """
         return self.head.wide(states if normed else self.final(states))

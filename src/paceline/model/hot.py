@@ -38,8 +38,7 @@ def hot_share() -> float:
 
 
 def load_hot(folder: Path | None, vocab: int) -> Tensor | None:
-    """Return [H] int64, ascending: the hot tokens, of ``vocab``, that a drafter's folder names; None: it names none,
-    or there is none.
+    """Return [H] int64, ascending: the hot tokens that a drafter's folder names; None: it names none.
 
     Raises:
         ConfigError: a file that cannot be read, that names no token, one twice, or one that there is not.
@@ -62,8 +61,10 @@ def save_hot(tokens: Tensor, folder: Path) -> None:
 
 
 def most_frequent(occurrences: Any, count: int) -> Tensor:
-    """Return [count] int64, ascending: the tokens that occur most often by ``occurrences`` [V], counts or shares; of
-    equals the first ones."""
+    """Return [count] int64, ascending: the tokens that occur most often, of equals the first ones.
+
+    ``occurrences`` [V] are counts or shares.
+    """
     return torch.as_tensor(occurrences).argsort(descending=True, stable=True)[:count].sort().values
 
 
@@ -75,8 +76,10 @@ def places_of(tokens: Tensor, vocab: int) -> Tensor:
 
 
 def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return [H, width] the weights of a head for ``tokens`` [H], whatever form it is kept in: read off by unit
-    vectors in ``dtype`` (after ``width``, zeros)."""
+    """Return [H, width] the weights of a head for ``tokens`` [H], whatever form it is kept in.
+
+    They are read off by unit vectors in ``dtype`` (after ``width``, zeros).
+    """
     rows = torch.empty(len(tokens), width)
     inputs = head.struct.k if isinstance(head, NativeLinear) else width
     for first in range(0, width, UNITS):
@@ -88,8 +91,10 @@ def hot_rows(head: LinearOp, tokens: Tensor, width: int, dtype: torch.dtype) -> 
 def cut_head(
     model: abi.CModel, head: NativeLinear, tokens: Tensor, dtype: torch.dtype, quant: Quant | None = None
 ) -> NativeLinear:
-    """Return the head of a compiled model over hot ``tokens`` [H] int64, ascending, alone, which becomes the model's;
-    next to bf16 states its weights are bytes, or what is asked. ``head`` is the whole one."""
+    """Return the head of a compiled model over hot ``tokens`` [H] int64, ascending, alone, which becomes the model's.
+
+    Next to bf16 states its weights are bytes, or what is asked. ``head`` is the whole one.
+    """
     rows = hot_rows(head, tokens, model.d_model, dtype).to(dtype)
     bits = "int8" if quant is None or quant == "stored" else quant
     made = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)

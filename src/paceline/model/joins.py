@@ -134,8 +134,9 @@ class Joins:
         return ctypes.addressof(self.struct)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' ``x``, float32 or float64, in the order of ranks; in place where it is in one
-        piece.
+        """Return the sum of all ranks' ``x``, in the order of ranks; in place where it is in one piece.
+
+        Sums are float32 or float64.
 
         Raises:
             RankLost: another rank is gone.

@@ -65,8 +65,10 @@ def rms(x: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """One decoder layer, pre-norm: attention and MLP, each added to the residual stream, after a norm of its own where
-    the family has one."""
+    """One decoder layer, pre-norm: attention and MLP, each added to the residual stream.
+
+    Each goes through a norm of its own before it is added, where the family has one.
+    """
 
     qkv: LinearOp
     out: LinearOp

@@ -148,8 +148,10 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlocks(LinearOp):
-    """Runs ``inner`` on blocks of ``limit`` rows or fewer, each padded with zeros to a multiple of ``step`` rows: there
-    its bits do not depend on the number of rows. By default every product has one shape."""
+    """Runs ``inner`` on blocks of ``limit`` rows or fewer, each padded with zeros to a multiple of ``step`` rows.
+
+    There its bits do not depend on the number of rows. By default every product has one shape.
+    """
 
     inner: LinearOp
     step: int = PAD_ROWS
@@ -167,8 +169,10 @@ class RowBlocks(LinearOp):
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, quant: Quant | None = None) -> LinearOp:
-    """Return the fastest kind for a weight [out, in], stored as ``quant`` says; ``exact``: a row's output bits must
-    not depend on the number of rows nor on its place among them.
+    """Return the fastest kind for a weight [out, in], stored as ``quant`` says.
+
+    Args:
+        exact: a row's output bits must not depend on the number of rows nor on its place among them.
 
     Raises:
         CapabilityError: a stored form for which the device or dtype has no kernel here.
@@ -188,8 +192,10 @@ def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, qua
 
 
 def make_exact(linear: LinearOp, kind: str, weight: Tensor) -> LinearOp:
-    """Wrap ``linear`` so that a row's bits are the same at every width; the cheapest wrap that is enough, which is
-    probed once for a shape and a number of threads."""
+    """Wrap ``linear`` so that a row's bits are the same at every width.
+
+    It is the cheapest wrap that is enough, which is probed once for a shape and a number of threads.
+    """
     key = (kind, tuple(weight.shape), weight.dtype, weight.device.type, torch.get_num_threads())
     if key not in _BLOCKS:
         _BLOCKS[key] = _probe(linear, weight)

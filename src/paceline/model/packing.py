@@ -13,8 +13,10 @@ from .base import Batch
 
 
 class RowPacker:
-    """Collects rows, sequence after sequence, and makes them a `Batch`; the planner makes its attention plan: the
-    decoder that will run the rows, or what else has its `Decoder.plan`."""
+    """Collects rows, sequence after sequence, and makes them a `Batch`.
+
+    The planner makes its attention plan: the decoder that will run the rows, or what else has its `Decoder.plan`.
+    """
 
     def __init__(self, planner: Any, device: torch.device) -> None:
         self._planner = planner

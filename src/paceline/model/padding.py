@@ -18,8 +18,10 @@ def cache_shape(config: DecoderConfig, compiled: bool) -> tuple[int, int, int]:
 
 
 def packed_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the shape of a cache whose rows are bytes and, after them, their scale
-    (kernels/cpp/kernels/attention/packed.h)."""
+    """Return the shape of a cache whose rows are bytes and, after them, their scale.
+
+    See kernels/cpp/kernels/attention/packed.h.
+    """
     return shape[0], shape[1], shape[2] + SCALE_ROOM
 
 
@@ -35,9 +37,7 @@ def groups_of(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def widened(x: Tensor, dim: int, group: int) -> Tensor:
-    """Return ``x`` with zeros after every ``group`` of entries along a dimension, so that it is a multiple of
-    `STEP`.
-    """
+    """Return ``x`` with zeros after every ``group`` of entries along a dimension: a multiple of `STEP`."""
     missing = padded(group) - group
     if not missing:
         return x

@@ -136,7 +136,7 @@ class Share:
         return slice(first * unit, last * unit)
 
     def cut(self, piece: Piece) -> list[Piece]:
-        """The part of a checkpoint's tensor that this rank reads."""
+        """Return the part of a checkpoint's tensor that this rank reads."""
         weight, bias = weight_of(piece.into)
         if weight not in self.plan:
             return [piece]
@@ -172,7 +172,7 @@ def by_outputs(exact: bool, quant: Quant | None) -> bool:
 
 
 def weight_of(parameter: str) -> tuple[str, bool]:
-    """The plan's name for a decoder's parameter, and whether it is a bias."""
+    """Return the plan's name for a decoder's parameter, and whether it is a bias."""
     parts = parameter.split(".")
     return parts[2] if parts[0] == "layers" else parts[0], parts[-1] == "bias"
 
@@ -229,11 +229,11 @@ class Run:
         return max(1, self.counts[0], len(self.hidden))
 
     def lists(self) -> Sequence[Tensor]:
-        """What `numbers` holds, each for itself."""
+        """Return what `numbers` holds, each for itself."""
         return self.numbers.split(self.counts)
 
     def segments(self) -> list[Segment]:
-        """The attention segments of the run."""
+        """Return the attention segments of the run."""
         _, _, _, all_keys, all_places, _ = self.lists()
         blocks = [(p, p.num_keys - p.prefix) for p in self.parts]
         keys = iter(all_keys.split([p.num_keys for p in self.parts if p.first_key < 0]))
@@ -258,7 +258,7 @@ def run_of(
     read: int = NOTHING,
     wanted: Tensor = _NONE,
 ) -> Run:
-    """A run; ``state`` says where its rows' K and V go and what they see."""
+    """Return a run; ``state`` says where its rows' K and V go and what they see."""
     segments: Sequence[Segment] = [] if state is None else state.attn.segments
     keys = [s.keys[: s.num_keys] for s in segments if not isinstance(s.keys, slice)]
     masks = [s.visible.reshape(-1) for s in segments if s.visible is not None]
@@ -310,7 +310,7 @@ class RankLine(Protocol):
         ...
 
     def followed(self, store: Any, cache: KVCache) -> Any:
-        """A store (`kv.store.KVStore`) whose moves the others make, too, in what runs name as ``cache``."""
+        """Return a store (`kv.store.KVStore`) whose moves the others make, too, in what runs name as ``cache``."""
         ...
 
     def lost(self) -> Exception:
@@ -341,7 +341,7 @@ class Ranks:
     def together(
         self, run: Callable[[], Run], cache: KVCache | None = None, adapters: Sequence[AdapterRange] = ()
     ) -> Iterator[None]:
-        """What all ranks do at once, inside of a run that was sent already or of this one."""
+        """Have all ranks do something at once, inside of a run that was sent already or of this one."""
         if self.line is None or self._inside:
             yield
             return
@@ -374,7 +374,7 @@ class Ranks:
         return self.joins.sum(wide.masked_fill_(~own[:, None], 0)).to(table.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """What `out` and `down` read of ``x`` [rows, own width], which is their own inputs."""
+        """Return what `out` and `down` read of ``x`` [rows, own width], which is their own inputs."""
         return self.joins.gather(x) if self.share.by_outputs else x
 
     def outputs(self, y: Tensor) -> Tensor:

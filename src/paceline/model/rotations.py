@@ -7,15 +7,26 @@ A file may have both; what is said twice must agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
 from .config_fields import RESTORE, Fields, Json, bad, check_integer, check_number, contradiction
-from .rope import RopeConfig, yarn_attention_factor
+from .rope import RopeConfig
 
 Rope = tuple[RopeConfig, int, str]  # the rotation, positions it is right for, why these are fewer than is said
 
+# By type, parameters that must be given. Dynamic NTK turns every frequency once a sequence outgrows the context, keys
+# already cached included. Up to there it is the plain rotation; beyond, a key would depend on tokens after it, which no
+# cache can hold.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "dynamic", "longrope", "yarn"), ()),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_NUMBERS = (*_NEEDED["llama3"], "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 _SPELLINGS = ("rope_parameters", "rope_scaling")  # of transformers 5 and of transformers 4
 
 
@@ -71,12 +82,45 @@ def _read_rope(f: Fields, values: Json, base: RopeConfig) -> Rope:
         raise CapabilityError(
             "rope_parameters by layer type", "all layers of this family rotate alike", "use another checkpoint"
         )
-    kind = _rope_kind(f, values)
-    if kind not in _ROPES:
-        raise CapabilityError(
-            f"rope type {kind!r}", "no such rotation here", f"use one of: {', '.join(sorted(_ROPES))}"
-        )
-    return _ROPES[kind](f, values, base, f.integer("max_position_embeddings"))
+    kind, context = _rope_kind(f, values), f.integer("max_position_embeddings")
+    if kind not in _NEEDED:
+        wrong, known = "no such rotation here", ", ".join(sorted(_NEEDED))
+        raise CapabilityError(f"rope type {kind!r}", wrong, f"use one of: {known}")
+    if kind in ("default", "dynamic"):
+        return base, context, "" if kind == "default" else "dynamic NTK changes the keys of earlier tokens beyond it"
+    original = _original(f, values, context)
+    given: Json = {name: check_number(name, values[name]) for name in _NUMBERS if values.get(name)}
+    if lost := next((name for name in _NEEDED[kind] if name not in given), None):
+        raise ConfigError("config.json: rope parameters", f"{lost!r} is missing", RESTORE)
+    factors = values.get("short_factor")
+    if kind == "longrope" and (not isinstance(factors, list) or len(factors) != base.dim // 2):
+        raise bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
+    given = {"factor": context / original, "long_factor": ()} | given
+    given |= {"truncate": Fields(values).flag("truncate", True), "original_max_position_embeddings": original}
+    given["short_factor"] = [check_number("short_factor", factor) for factor in factors or ()]
+    rope = scaled(kind, given, base)
+    limit = min(context, original) if kind == "longrope" else context
+    return rope, limit, "LongRoPE changes the keys of earlier tokens beyond it" if limit < context else ""
+
+
+def scaled(kind: str, given: Json, base: RopeConfig) -> RopeConfig:
+    """Return the rotation that transformers computes, of short texts where LongRoPE has two.
+
+    Which of those two rotates a key depends on the length of the whole sequence, so a sequence that grows past the
+    original context needs all its keys computed again: longer contexts are refused by ``max_position``.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # here: most models need none of it
+
+    shape: Json = {"head_dim": base.dim, "hidden_size": base.dim, "num_attention_heads": 1}
+    shape |= {"rope_parameters": {"rope_theta": base.theta, **given}}
+    config: Any = SimpleNamespace(**shape, standardize_rope_params=lambda: None)
+    try:
+        found, attention = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    except ArithmeticError as error:
+        raise bad("rope parameters", given, f"{kind} computes no rotation with them ({error})") from error
+    if not all(0 < value < math.inf for value in (*found.tolist(), attention)):
+        raise bad("rope parameters", given, f"{kind} computes a rotation with zeros or infinities with them")
+    return replace(base, scaled=tuple(found.tolist()), attention_factor=attention)
 
 
 def _rope_kind(f: Fields, values: Json) -> str:
@@ -94,13 +138,6 @@ def _rope_kind(f: Fields, values: Json) -> str:
     return next(iter(named.values()), "default")
 
 
-def _value(values: Json, name: str, default: float | None = None) -> float:
-    value = values.get(name)
-    if value is None and default is None:
-        raise ConfigError("config.json: rope parameters", f"{name!r} is missing", RESTORE)
-    return check_number(name, default if value is None else value)
-
-
 def _original(f: Fields, values: Json, context: int) -> int:
     """Return positions before the extension; the field stands next to the rope parameters or among them."""
     name = "original_max_position_embeddings"
@@ -110,78 +147,3 @@ def _original(f: Fields, values: Json, context: int) -> int:
         raise contradiction(name, (beside, among))
     default = 4096 if f.values["model_type"] == "phi3" and name not in f.values else context
     return beside or among or default
-
-
-_DYNAMIC = "dynamic NTK changes the keys of earlier tokens beyond it"
-
-
-def _linear(values: Json, base: RopeConfig) -> RopeConfig:
-    return replace(base, kind="linear", factor=_value(values, "factor"))
-
-
-def _llama3_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    options: Json = {name: _value(values, name) for name in ("low_freq_factor", "high_freq_factor", "factor")}
-    low, high = options["low_freq_factor"], options["high_freq_factor"]
-    if high <= low:
-        raise bad("high_freq_factor", high, f"it must be above low_freq_factor = {low}")
-    return replace(base, kind="llama3", original_max_position=_original(f, values, context), **options), context, ""
-
-
-def _yarn_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    original, given = _original(f, values, context), {k: v for k, v in values.items() if v}
-    if base.theta <= 1:
-        raise bad("rope_theta", base.theta, "yarn divides by its logarithm: it must be above 1")
-    fast, slow = _value(given, "beta_fast", 32.0), _value(given, "beta_slow", 1.0)
-    if fast < slow:
-        raise bad("beta_fast", fast, f"it must be beta_slow = {slow} or more")
-    factor = _value(values, "factor", context / original)
-    weights = [_value(given, name) if name in given else None for name in ("mscale", "mscale_all_dim")]
-    computed = yarn_attention_factor(factor, *weights)
-    rope = replace(
-        base,
-        kind="yarn",
-        factor=factor,
-        original_max_position=original,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=Fields(values).flag("truncate", True),
-        attention_factor=_value(values, "attention_factor", computed),
-    )
-    return rope, context, ""
-
-
-def _long_rope(f: Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    """LongRoPE (Ding et al. 2024) has two sets of factors: short and long sequences.
-
-    Which of the two rotates a key depends on the length of the whole sequence, so a sequence that grows
-    past the original context needs all its keys computed again. Served is what the short factors are
-    right for; longer contexts are refused by ``max_position``.
-    """
-    original = _original(f, values, context)
-    if original == 1:
-        raise bad("original_max_position_embeddings", 1, "longrope divides by its logarithm: it must be above 1")
-    factors = values.get("short_factor")
-    if not isinstance(factors, list) or len(factors) != base.dim // 2:
-        raise bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
-    factor = _value(values, "factor", context / original)
-    computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    rope = replace(
-        base,
-        divisors=tuple(check_number("short_factor", x) for x in factors),
-        attention_factor=_value(values, "attention_factor", computed),
-    )
-    limit = min(context, original)
-    note = "LongRoPE changes the keys of earlier tokens beyond it" if limit < context else ""
-    return rope, limit, note
-
-
-_ROPES: dict[str, Callable[[Fields, Json, RopeConfig, int], Rope]] = {
-    "default": lambda f, values, base, context: (base, context, ""),
-    "linear": lambda f, values, base, context: (_linear(values, base), context, ""),
-    # Dynamic NTK turns every frequency once a sequence outgrows the context, keys already cached included. Up to there
-    # it is the plain rotation; beyond, a key would depend on tokens after it, which no cache can hold.
-    "dynamic": lambda f, values, base, context: (base, context, _DYNAMIC),
-    "llama3": _llama3_rope,
-    "yarn": _yarn_rope,
-    "longrope": _long_rope,
-}

@@ -24,8 +24,11 @@ class StageLine(Protocol):
         """
 
     def rest(self) -> bool:
-        """After a tick from which no row came: wait for a moment, so that a level which is late may still enter with
-        the next one. False: the tick is over, and nobody has waited."""
+        """Wait for a moment after a tick from which no row came, so that a late level may enter with the next one.
+
+        Returns:
+            False: the tick is over, and nobody has waited.
+        """
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """Send a verdict to all stages; see `Stage.tell`."""

@@ -235,8 +235,9 @@ class Stage:
 
 
 def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int]:
-    """Return where to cut a target so that the slowest stage is as fast as can be: the m + 1 bounds, from 0 to
-    ``layers``; of equals the earliest.
+    """Return where to cut a target so that the slowest stage is as fast as can be; of equals the earliest.
+
+    These are the m + 1 bounds, from 0 to ``layers``.
 
     Args:
         cost: of a stage (its number, its first layer, one past its last one), in any unit; what is measured with the
@@ -264,9 +265,10 @@ def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float])
 def cut_by_rows(
     layers: int, rows: Sequence[float], layer_time: Callable[[float], float], head_time: float = 0.0
 ) -> list[int]:
-    """Return bounds of stages that take about as long: rows fall along a pipeline, since its trees are pruned on
-    their way. ``rows`` are what each stage has in a tick, as measured; ``layer_time`` of one layer by rows, and
-    ``head_time`` of the last stage's head, in one unit.
+    """Return bounds of stages that take about as long.
+
+    Rows fall along a pipeline, since its trees are pruned on their way. ``rows`` are what each stage has in a tick, as
+    measured; ``layer_time`` of one layer by rows, and ``head_time`` of the last stage's head, in one unit.
 
     Raises:
         ConfigError: as of `cut_layers`.

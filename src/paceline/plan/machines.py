@@ -1,4 +1,4 @@
-"""Machines as the planner sees them: arithmetic, memory and links of one device, from ``machines.toml``."""
+"""Machines as the planner sees them: arithmetic and memory of one device, from ``machines.toml``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Machine:
     flops: float  # dense arithmetic at 16 bits, FLOP/s
     bandwidth: float  # of the device's memory, bytes/s
     memory: float  # bytes
-    link: float = 0.0  # to the other devices, bytes/s in one direction; 0: there is no link
     cores: int = 0  # of the processor, where that computes; 0: another kind of device
     device: str = ""  # cuda or cpu: what this engine calls it; empty: it does not run there
     about: str = ""  # full name

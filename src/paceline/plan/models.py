@@ -18,31 +18,12 @@ TABLE = "plan/models.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The mixture in the place of a layer's MLP."""
-
-    count: int
-    per_token: int
-    d_ff: int  # of one expert
-    shared_d_ff: int = 0  # of the one that every token goes through
-    layers: int  # that have a mixture; the others have the dense MLP
-
-    def touched(self, rows: int) -> float:
-        """Return how many experts of a layer a pass over ``rows`` tokens reads.
-
-        It is the expected union of even, independent choices. Tokens of one text choose more alike than that, so it
-        is an upper bound.
-        """
-        return self.count * (1 - (1 - self.per_token / self.count) ** rows)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """The sizes of a decoder. Parameters are matrices alone: norms and biases are below a thousandth of them."""
 
     name: str
     d_model: int
-    d_ff: int = 0  # of a dense layer; 0: all of them are mixtures
+    d_ff: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -53,7 +34,6 @@ class ModelSizes:
     gated: bool = True  # an MLP of three matrices, else of two
     window: int | None = None  # keys that a sliding layer sees
     sliding_layers: int = 0
-    experts: Experts | None = None
     source: str = ""
     hub: str = ""  # its name on the hub, where it has one
 
@@ -63,18 +43,10 @@ class ModelSizes:
         return self.d_model * self.vocab_size
 
     @property
-    def body_parameters(self) -> float:
-        """Return all parameters that must be held, without embedding and head."""
-        return self._body(self.experts.count if self.experts else 0)
-
-    @property
-    def active_parameters(self) -> float:
-        """Return the parameters of the body that one token is multiplied with."""
-        return self._body(self.experts.per_token if self.experts else 0)
-
-    def read_parameters(self, rows: int) -> float:
-        """Return the parameters of the body that a pass over ``rows`` tokens reads."""
-        return self._body(self.experts.touched(rows) if self.experts else 0)
+    def body_parameters(self) -> int:
+        """Return all parameters without embedding and head."""
+        attention = 2 * self.d_model * self.head_dim * (self.num_heads + self.num_kv_heads)  # Q and output, K and V
+        return self.num_layers * (attention + (3 if self.gated else 2) * self.d_model * self.d_ff)
 
     def kv_values(self, keys: float) -> float:
         """Return how many numbers of K and V one sequence with ``keys`` tokens holds, in all layers."""
@@ -85,19 +57,6 @@ class ModelSizes:
         slid = keys if self.window is None else min(keys, self.window)
         return (self.num_layers - self.sliding_layers) * keys + self.sliding_layers * slid
 
-    def _body(self, experts: float) -> float:
-        mixed = self.experts.layers if self.experts else 0
-        attention = 2 * self.d_model * self.head_dim * (self.num_heads + self.num_kv_heads)  # Q and output, K and V
-        dense = self.num_layers * attention + (self.num_layers - mixed) * self._mlp(self.d_ff)
-        if self.experts is None:
-            return dense
-        router = self.d_model * self.experts.count
-        one = experts * self._mlp(self.experts.d_ff) + self._mlp(self.experts.shared_d_ff)
-        return dense + mixed * (one + router)
-
-    def _mlp(self, d_ff: int) -> int:
-        return (3 if self.gated else 2) * self.d_model * d_ff
-
     def last_layers(self, count: int) -> ModelSizes:
         """Return a draft of that many of its layers, such as SPIRe's (SPIRe, section 3.2).
 
@@ -107,28 +66,18 @@ class ModelSizes:
         if not 1 <= count <= self.num_layers:
             asked = f"a draft of {count} layers of {self.name}"
             raise ConfigError(asked, f"the model has {self.num_layers}", f"use 1 to {self.num_layers}")
-        mixed = min(self.experts.layers, count) if self.experts else 0
         return replace(
             self,
             name=f"{self.name}, last {count} layers",
             num_layers=count,
             sliding_layers=min(self.sliding_layers, count),
-            experts=replace(self.experts, layers=mixed) if self.experts and mixed else None,
         )
 
     def halved(self) -> ModelSizes:
-        """Return a dense draft of half the layers and width, an eighth of the body (vanilla draft of SPIRe, section 4).
-
-        Of a mixture, the width that one token goes through is halved.
-        """
-        active = self.d_ff
-        if self.experts:
-            active = self.experts.per_token * self.experts.d_ff + self.experts.shared_d_ff
-        halves: dict[str, Any] = {
-            name: max(1, getattr(self, name) // 2) for name in ("d_model", "num_layers", "num_heads", "num_kv_heads")
-        }
-        halves |= {"d_ff": max(1, active // 2), "sliding_layers": self.sliding_layers // 2}
-        return replace(self, name=f"{self.name}, halved", experts=None, **halves)
+        """Return a draft of half the layers and width, an eighth of the body (vanilla draft of SPIRe, section 4)."""
+        names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads")
+        halves: dict[str, Any] = {name: max(1, getattr(self, name) // 2) for name in names}
+        return replace(self, name=f"{self.name}, halved", sliding_layers=self.sliding_layers // 2, **halves)
 
 
 def names() -> list[str]:
@@ -140,11 +89,10 @@ def named(name: str) -> ModelSizes | None:
     """Return the model of that name or alias, or None."""
     for own, values in read_table(TABLE).items():
         if name in (own, *values.get("aliases", ())):
-            sizes = {field: value for field, value in values.items() if field not in ("aliases", "experts", "source")}
-            experts = Experts(**values["experts"]) if "experts" in values else None
+            sizes = {field: value for field, value in values.items() if field not in ("aliases", "source")}
             hub, source = values.get("hub"), values.get("source")
             said = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
-            return ModelSizes(**sizes, name=own, experts=experts, source=said)
+            return ModelSizes(**sizes, name=own, source=said)
     return None
 
 

@@ -38,8 +38,6 @@ class PlanRequest:
     draft: ModelSizes | None = None  # None: half the target's layers and width
     weight_bytes: float | None = None  # of a stored weight; None: as the model's files
     kv_bytes: float = 2.0  # of a stored number of K/V
-    devices: int = option(1, help="devices that share every layer (tensor parallel)", minimum=1)
-    stages: int = option(1, help="groups of devices, each with a part of the layers (pipeline parallel)", minimum=1)
     window: int | None = option(
         None,
         help="keys that a sparse draft sees besides the sink: 1 or more; none: the measured pair's, else an eighth of "
@@ -57,14 +55,11 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         check(self)
-        target = self.target
-        bounds = [("devices", self.devices, target, "heads", target.num_heads)]
-        bounds += [("stages", self.stages, target, "layers", target.num_layers)]
-        shapes = filter(None, (target, self.draft))
-        bounds += [("context", self.context, shape, "positions", shape.max_position) for shape in shapes]
-        for name, asked, shape, parts, most in bounds:
-            if asked > most:
-                raise ConfigError(f"{name}={asked}", f"{shape.name} has {most:,} {parts}", f"give 1 to {most}")
+        for shape in filter(None, (self.target, self.draft)):
+            if self.context > (most := shape.max_position):
+                raise ConfigError(
+                    f"context={self.context}", f"{shape.name} has {most:,} positions", f"give 1 to {most}"
+                )
 
     def last_keys(self, drafter: str) -> int:
         """Return the keys of a sparse view's window: as requested, as measured, or a part of the context."""
@@ -74,11 +69,6 @@ class PlanRequest:
     def keys(self, drafter: str) -> int | None:
         """Return the keys of a sparse view; None: the drafter sees all."""
         return min(self.context, self.last_keys(drafter) + SINK) if drafter in SPARSE else None
-
-    @property
-    def all_devices(self) -> int:
-        """Return the devices of all stages together."""
-        return self.devices * self.stages
 
     @property
     def drafting(self) -> ModelSizes:
@@ -92,8 +82,7 @@ class PlanRequest:
 
     def seconds(self, network: ServedModel, rows: int) -> float:
         """Return the seconds of a pass over so many rows of each sequence."""
-        size = self.batch, self.context, rows
-        return pass_seconds(network, self.machine, *size, devices=self.devices, stages=self.stages)
+        return pass_seconds(network, self.machine, self.batch, self.context, rows)
 
     def assumptions(self) -> dict[str, Acceptance]:
         """Return the acceptance of every drafter; requested values do not change a draft's size or window."""
@@ -134,7 +123,11 @@ def rank(q: PlanRequest) -> list[RankedDrafter]:
 
 def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance | None) -> RankedDrafter:
     """Return one drafter in one form; without an acceptance it is plain decoding."""
-    target, network = q.network(q.target), None if accepted is None else _network(q, name, accepted)
+    target, network = q.network(q.target), None
+    if accepted is not None and DRAFTERS[name]:
+        layers = accepted.layers or max(1, round(q.target.num_layers / 4))
+        shapes = {"small": q.drafting, "cut": q.target.last_layers(layers), "itself": q.target}
+        network = q.network(shapes[DRAFTERS[name]], q.keys(name))
     rows = 1 + depth * width
     if name in RIDING:  # the root and each node carry the whole set through the upper layers
         rows += round(UPPER * rows * ((accepted and accepted.deepest) or depth))
@@ -153,10 +146,3 @@ def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptanc
         holds=sum(held_bytes(each, q.batch, q.context) for each in held),
         acceptance=accepted,
     )
-
-
-def _network(q: PlanRequest, name: str, accepted: Acceptance) -> ServedModel | None:
-    layers = accepted.layers or max(1, round(q.target.num_layers / 4))
-    shapes = {"small": q.drafting, "cut": q.target.last_layers(layers), "itself": q.target}
-    shape = shapes.get(DRAFTERS[name])
-    return None if shape is None else q.network(shape, q.keys(name))

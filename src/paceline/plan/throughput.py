@@ -12,15 +12,11 @@ Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sect
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.errors import ConfigError
 from .machines import Machine
 from .models import ModelSizes
-
-ACTIVATION_BYTES = 2  # of one number on its way to another device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +59,6 @@ class Cost:
         """Return the forward cost of section 2, in FLOPs; ``hoi`` in FLOPs a byte."""
         return max(self.compute + self.attention, self.memory * hoi)
 
-    def part(self, ranks: int, heads: int) -> Cost:
-        """Return the cost of one of so many ranks, which share weights and arithmetic evenly, and K/V by heads."""
-        compute, attention, weights = (value / ranks for value in (self.compute, self.attention, self.weights))
-        return Cost(compute=compute, attention=attention, weights=weights, kv=self.kv / heads)
-
     def bound(self, hoi: float) -> str:
         """Return what takes longest: compute, weights or KV."""
         if self.compute + self.attention >= self.memory * hoi:
@@ -83,9 +74,9 @@ def pass_cost(network: ServedModel, batch: int, context: float, rows: int = 1) -
     """
     shape, keys, tokens = network.shape, network.seen(context), batch * rows
     return Cost(
-        compute=2 * tokens * (shape.active_parameters + shape.head_parameters),
+        compute=2 * tokens * (shape.body_parameters + shape.head_parameters),
         attention=4 * tokens * shape.num_heads * shape.head_dim * shape.key_layers(keys),
-        weights=network.weight_bytes * (shape.read_parameters(tokens) + shape.head_parameters),
+        weights=network.weight_bytes * (shape.body_parameters + shape.head_parameters),
         kv=network.kv_bytes * batch * shape.kv_values(keys),
     )
 
@@ -97,45 +88,9 @@ def held_bytes(network: ServedModel, batch: int, context: float) -> float:
     return weights + network.kv_bytes * batch * shape.kv_values(network.seen(context))
 
 
-def pass_seconds(
-    network: ServedModel,
-    machine: Machine,
-    batch: int,
-    context: float,
-    rows: int = 1,
-    *,
-    devices: int = 1,
-    stages: int = 1,
-) -> float:
-    """Return the seconds of the pass of `pass_cost` on ``stages`` groups of ``devices`` of one kind.
-
-    Tensor parallel: every device has its share of weights, arithmetic and K/V heads (with more devices than heads some
-    hold the same ones), and each layer ends in two all-reduces on a ring. Pipeline parallel: every stage works on
-    another part of the batch; when all have moved on by a token, each part has been through all layers once.
-
-    Raises:
-        ConfigError: several devices that no link joins.
-    """
-    if devices * stages > 1 and not machine.link:
-        asked = f"{devices * stages} devices of {machine.name}"
-        raise ConfigError(asked, "no link between them is known", "use one device, or another machine")
-    cost, heads = pass_cost(network, math.ceil(batch / stages), context, rows), min(devices, network.shape.num_kv_heads)
-    talk = link_seconds(network, machine, batch, rows, devices, stages)
-    return cost.part(devices, heads).forward(machine.hoi) / machine.flops + talk
-
-
-def link_seconds(
-    network: ServedModel, machine: Machine, batch: int, rows: int, devices: int = 1, stages: int = 1
-) -> float:
-    """Return the seconds of `pass_seconds` in which devices communicate and compute nothing (Mirror, appendix C).
-
-    In an all-reduce on a ring a device sends 2 (G - 1) shares of the sums; the paper prints one.
-    """
-    if devices * stages == 1:
-        return 0.0
-    words = math.ceil(batch / stages) * rows * network.shape.d_model
-    reduced = 2 * network.shape.num_layers * 2 * (devices - 1) * words / devices  # two a layer
-    return (reduced + (stages - 1) * words) * ACTIVATION_BYTES / machine.link
+def pass_seconds(network: ServedModel, machine: Machine, batch: int, context: float, rows: int = 1) -> float:
+    """Return the seconds of the pass of `pass_cost` on a device."""
+    return pass_cost(network, batch, context, rows).forward(machine.hoi) / machine.flops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .cluster import ClusterHosts
 
 # What the drafter's process must know of the options; the rest is the target's and its engine's.
-OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
+OPTIONS = ("model", "dtype", "kernels", "kv_memory", "max_sequences", "revision", "offline")
 
 
 # Drafting is to be back within seconds, however often a drafter died; taking one for dead too soon costs no token.

@@ -211,10 +211,9 @@ def _shown(stream: _Stream, index: int) -> Shown:
     steps, sequence.trace = sequence.trace or [], []
     tokens, text = sequence.output_ids, sequence.token_text or str
     origins = [(text(tokens[step.first + at]), *origin) for step in steps for at, origin in enumerate(step.origins())]
-    counts = [(len(step.tokens) - 1, len(step.path)) for step in steps if len(step.tokens) > 1]
     if stream.shows != "steps":
-        return Shown(origins, counts, None)
-    return Shown(origins, counts, [step.as_dict() | {"texts": [*map(text, step.tokens)]} for step in steps])
+        return Shown(origins, None)
+    return Shown(origins, [step.as_dict() | {"texts": [*map(text, step.tokens)]} for step in steps])
 
 
 def description(llm: LLM) -> Description:

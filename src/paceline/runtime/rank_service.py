@@ -123,8 +123,6 @@ class RankService(Service):
 def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
     """Do the part of a run that belongs to another rank than 0."""
     tokens, positions, slots, _, _, wanted = run.lists()
-    if len(positions):
-        decoder.expect(int(positions.max()))
     hidden = decoder.embed_tokens(tokens) if run.embeds else run.hidden
     if run.start < run.stop:
         assert cache is not None, "layers without K and V"

@@ -29,7 +29,7 @@ from .rank_workers import RankWorkers
 from .remote import Remote, WorkerSpec
 from .workers import TIMEOUTS, end_all
 
-OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "attention", "revision", "offline")
+OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "revision", "offline")
 
 
 def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:

@@ -1,44 +1,12 @@
-"""Speculation in answers: counts in vLLM's shape, the source of each token, the tree of each step."""
+"""Speculation in answers: counts, the source of each token, the tree of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..core.outputs import Chunk
 from .schemas import SpeculationChoice
-
-
-def speculative_decoding(
-    stats: Mapping[str, Any], num_spec_tokens: int, steps: Sequence[tuple[int, int]] | None
-) -> dict[str, Any]:
-    """Return vLLM's ``metrics.speculative_decoding``: no steps without drafts, and all drafted nodes of a tree.
-
-    Args:
-        stats: `SpecStats.as_dict`.
-        num_spec_tokens: most nodes that the engine drafts a step.
-        steps: of each step with drafts, tokens drafted and accepted; None: they are not wanted (``summary``).
-    """
-    rows: dict[int, list[int]] = {int(drafted): row for drafted, row in stats["accepted_by_drafted"].items()}
-    most = max(num_spec_tokens, *rows, 0)
-    histogram = [sum(row[a] for row in rows.values() if a < len(row)) for a in range(most + 1)]
-    count, drafted, accepted = sum(histogram), stats["drafted"], stats["accepted"]
-    found = {
-        "mean_acceptance_length": 1 + accepted / count if count else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": histogram,
-        "acceptance_histogram_by_draft_length": {
-            str(k): row + [0] * (k + 1 - len(row)) for k, row in sorted(rows.items())
-        },
-        "num_spec_steps": count,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": most,
-    }
-    if steps is not None:
-        found["per_step_accepted"] = [accepted for _, accepted in steps]
-        found["per_step_drafted"] = [drafted for drafted, _ in steps]
-    return found
 
 
 def acceptance(engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,11 +64,11 @@ async def begin_chat(server: Server, body: ChatRequest) -> tuple[Answer, ToolUse
 
 
 class _ChatReply(Choices):
-    """An answer to a conversation; ``functions`` are the form that OpenAI had before tools, with one call."""
+    """An answer to a conversation."""
 
     def __init__(self, answer: Answer, use: ToolUse | None, body: ChatRequest) -> None:
         super().__init__([answer], body, "chatcmpl", ("chat.completion", "chat.completion.chunk"))
-        self._tools, self._functions, self._most = use is not None, body.functions is not None, body.top_logprobs or 0
+        self._tools, self._most = use is not None, body.top_logprobs or 0
         self._readers = [CallReader(use) for _ in range(answer.samples)]
 
     def begin(self) -> Iterable[Event]:
@@ -87,15 +87,13 @@ class _ChatReply(Choices):
                 part = {"tool_calls": [{"index": len(reader.calls) - 1, "function": function}]}
                 if kind == "name":
                     part["tool_calls"][0] |= {"id": reader.calls[-1]["id"], "type": "function"}
-                if self._functions:
-                    part = {"function_call": function} if len(reader.calls) == 1 else {}
             found.append(_choice(chunk.index, part))
         if not found:
             found.append(_choice(chunk.index, {"content": ""} if chunk.token_ids and not self._tools else {}))
         choice = found[-1]
         self._add(choice, chunk)
         if choice["finish_reason"] == "stop" and reader.calls and not reader.named:  # it called of its own will
-            choice["finish_reason"] = "function_call" if self._functions else "tool_calls"
+            choice["finish_reason"] = "tool_calls"
         if chunk.logprobs is not None:
             rows = [self._row(row, token) for row, token in zip(chunk.logprobs, chunk.token_ids, strict=True)]
             choice["logprobs"] = {"content": rows, "refusal": None}
@@ -111,9 +109,7 @@ class _ChatReply(Choices):
                 {"id": call["id"], "type": "function", "function": {k: call[k] for k in ("name", "arguments")}}
                 for call in reader.calls
             ]
-            if calls:
-                message |= {"function_call": calls[0]["function"]} if self._functions else {"tool_calls": calls}
-            choice["message"] = message
+            choice["message"] = message | ({"tool_calls": calls} if calls else {})
         return super().whole() | self._prompt(0)
 
     def _row(self, row: dict[int, Logprob], token: int) -> dict[str, Any]:

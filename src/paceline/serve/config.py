@@ -59,11 +59,6 @@ class ServeConfig:
         help="whose names /metrics has for what vLLM counts, too: paceline or vllm",
         choices=("paceline", "vllm"),
     )
-    log_level: str = option(
-        "info",
-        help="content of the log: info has a line for each POST, debug for each request",
-        choices=("debug", "info", "warning", "error"),
-    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -22,7 +22,6 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.outputs import Chunk, Logprob
 from ..runtime.requests import Description, Submit
-from .acceptance import speculative_decoding
 from .client import STUCK_S, EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
 from .http import APIError
@@ -119,7 +118,6 @@ class Answer:
         self.completion_tokens = 0
         self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._steps: list[tuple[int, int]] = []  # of each with drafts, tokens drafted and accepted, in a trace
         self._server, self._one, self._streams, self._begun = server, one, streams, begun
         self.token_bytes = server.texts.token_bytes
         self._last: dict[int, float] = {}  # when a sample's last chunk came
@@ -159,8 +157,6 @@ class Answer:
             elif self._streams and chunk.index in self._last:
                 counts.times["inter_token_latency_seconds"].observe(now - self._last[chunk.index])
             self._last[chunk.index] = now
-        if chunk.shown is not None:
-            self._steps += chunk.shown.counts
         if chunk.finish_reason == "error":
             raise APIError(400, f"the request's own rules failed: {chunk.error}", code="request_failed")
         if (output := chunk.output) is not None:
@@ -173,16 +169,8 @@ class Answer:
         return f"{self.completion_tokens} tokens, {passes}"
 
     def ends(self) -> dict[str, Any]:
-        """Return what every answer ends with, next to the fields of its API.
-
-        That is `stats`, and for an answer of one sample with a drafter vLLM's metrics, with each step if the request
-        sets ``trace``.
-        """
-        described, found = self._server.described.speculation, None
-        if self.stats and self.samples == 1 and described["drafter"] is not None:
-            steps = self._steps if self.asked.shows == "steps" else None
-            found = speculative_decoding(self.stats, described["max_nodes"], steps)
-        return {"metrics": {"speculative_decoding": found}, "stats": self.stats}
+        """Return what every answer ends with, next to the fields of its API."""
+        return {"stats": self.stats}
 
 
 def usage(answers: list[Answer]) -> dict[str, Any]:

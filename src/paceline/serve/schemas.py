@@ -73,17 +73,20 @@ class StructuredOutputs(Strict):
     structural_tag: str | dict[str, Any] | None = None
 
 
-def _sampling_fields() -> dict[str, Any]:
-    """Return the fields that mean what those of `SamplingParams` of the same names do; None: not given."""
-    hints, found = get_type_hints(SamplingParams), dict[str, Any]()
-    for spec in fields(SamplingParams):
-        if spec.metadata.get("http", True):
-            least = spec.metadata["minimum"] if hints[spec.name] in (int, int | None) else None
-            found[spec.name] = (Annotated[hints[spec.name] | None, Field(ge=least)], None)
-    return found
-
-
-SamplingFields: Any = create_model("SamplingFields", __base__=Strict, **_sampling_fields())
+_HINTS = get_type_hints(SamplingParams)
+# Fields that mean what those of `SamplingParams` of the same names do; None: not given.
+_FIELDS: dict[str, Any] = {
+    spec.name: (
+        Annotated[
+            _HINTS[spec.name] | None,
+            Field(ge=spec.metadata["minimum"] if _HINTS[spec.name] in (int, int | None) else None),
+        ],
+        None,
+    )
+    for spec in fields(SamplingParams)
+    if spec.metadata.get("http", True)
+}
+SamplingFields: Any = create_model("SamplingFields", __base__=Strict, **_FIELDS)
 
 
 class Ignored(Strict):
@@ -153,7 +156,7 @@ class MessagePart(Strict):
 class ChatMessage(Strict):
     """A message of a conversation; it may have the fields of an answer, which clients send back."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -162,17 +165,7 @@ class ChatMessage(Strict):
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _as_tools(self) -> Self:
-        """Convert a function's call and its result, OpenAI's form before tools; the name becomes the call's."""
-        if self.function_call is not None:
-            call = {"id": str(self.function_call.get("name")), "type": "function", "function": self.function_call}
-            self.tool_calls = [*(self.tool_calls or []), call]
-        if self.role == "function":
-            self.role, self.tool_call_id = "tool", self.name
-        return self
+    function_call: None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message as templates read it, except for parts of its content: see `core.contents`."""
@@ -246,8 +239,6 @@ class ChatRequest(Sampling):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Function], Field(min_length=1)] | None = None  # these two had the place of tools
-    function_call: Literal["none", "auto"] | FunctionName | None = None
     modalities: list[Literal["text"]] | None = None
     # These change nothing.
     reasoning_effort: Any = None
@@ -256,19 +247,6 @@ class ChatRequest(Sampling):
     audio: None = None
     moderation: None = None
     web_search_options: None = None
-
-    @model_validator(mode="after")
-    def _as_tools(self) -> Self:
-        if self.functions is not None and self.tools is not None:
-            raise APIError(400, "functions and tools mean the same; give tools alone", "functions", "invalid_value")
-        if self.functions is not None:
-            self.tools = [Tool(type="function", function=function) for function in self.functions]
-            self.parallel_tool_calls = False
-        if isinstance(self.function_call, FunctionName):
-            self.tool_choice = NamedTool(type="function", function=self.function_call)
-        elif self.function_call is not None:
-            self.tool_choice = self.function_call
-        return self
 
 
 class CompletionRequest(Sampling):

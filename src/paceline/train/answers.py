@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -38,7 +38,7 @@ class AnswerConfig:
     limit: int | None = option(None, help="most prompts of each file; default: all", minimum=1)
     piece: int = option(384, help="most tokens of prompt and answer together", minimum=8, flag="--length")
     temperature: float = option(0.0, help="temperature of the answers; 0: greedy", minimum=0)
-    seed: int = option(0, help="seed of the choice of prompts, and of sampling")
+    seed: int = field(default=0, metadata={"cli": False})  # of the choice of prompts, and of sampling
 
     def __post_init__(self) -> None:
         check(self)
@@ -50,16 +50,15 @@ def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[l
     Raises:
         ConfigError: the source has none.
     """
-    found = [ids for e in load_source(source, encoder) if len(ids := _prompt(e.tokens, e.prompt)) < config.piece]
+    found = []
+    for one in load_source(source, encoder):  # a dialogue's own prompt; of a text its beginning, at most half of it
+        count = one.prompt or max(1, min(TEXT_PROMPT, len(one.tokens) // 2))
+        if min(count, len(one.tokens)) < config.piece:
+            found.append([int(token) for token in one.tokens[:count]])
     if not found:
         raise ConfigError(f"data {source.file}", "it has no prompt that leaves room for an answer", "name another file")
     order = np.random.default_rng(config.seed).permutation(len(found))[: config.limit]
     return [found[i] for i in order.tolist()]
-
-
-def _prompt(tokens: np.ndarray, prompt: int) -> list[int]:
-    """Return a dialogue's own prompt; of a text `TEXT_PROMPT` tokens, or half of a piece not twice as long."""
-    return [int(i) for i in tokens[: prompt or max(1, min(TEXT_PROMPT, len(tokens) // 2))]]
 
 
 def write(
@@ -86,27 +85,33 @@ def write(
         ConfigError: another target or other settings made the file, or it cannot be written.
     """
     prompts = choose(source, encoder, config)
-    _same_making(path, making(source, config, target))
+    own, beside = making(source, config, target), sidecar(path)
+    if not path.is_file() or not path.stat().st_size:
+        with writing(f"answers {path}", "name another --out"):
+            beside.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+    else:
+        try:
+            found = json.loads(beside.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            wrong = f"{beside.name}, which says what made them, cannot be read ({error})"
+            raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
+        wrong = "their {name} is {found!r}, this command's {own!r}"
+        require_same(f"answers {path}", {name: found.get(name) for name in own}, own, _REPEAT, wrong)
     done = count_answers(path, prompts)
     began, made = perf_counter(), 0
     for start in range(done, len(prompts), batch):
         part = prompts[start : start + batch]
-        seeds = [prompt_seed(config.seed, start + i) for i in range(len(part))]
-        found = answer(part, seeds)
-        lines = [answer_line(encoder, ids, said) for ids, said in zip(part, found, strict=True)]
+        marks = (f"{config.seed} {start + i}".encode() for i in range(len(part)))  # no two prompts share their noise
+        seeds = [int.from_bytes(hashlib.sha256(one).digest()[:6], "little") for one in marks]
+        answers = answer(part, seeds)
+        lines = [answer_line(encoder, ids, said) for ids, said in zip(part, answers, strict=True)]
         with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
             handle.write("".join(lines))
-        made += sum(map(len, found))
+        made += sum(map(len, answers))
         if (start + len(part)) * 10 // len(prompts) > start * 10 // len(prompts):  # a tenth more
             speed = made / (perf_counter() - began)
             say(f"{start + len(part):,} of {len(prompts):,} answers in {path}, {speed:,.0f} tokens/s")
     return max(done, len(prompts))
-
-
-def prompt_seed(seed: int, index: int) -> int:
-    """Return the seed of the answer to prompt ``index`` of a file: no two prompts share their noise."""
-    digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
-    return int.from_bytes(digest[:6], "little")
 
 
 def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, Any]:
@@ -133,22 +138,6 @@ def answered_by(path: Path) -> str | None:
     return target if isinstance(target, str) else None
 
 
-def _same_making(path: Path, own: Mapping[str, Any]) -> None:
-    """Write down what makes the file, or check that the same made it so far."""
-    beside = sidecar(path)
-    if not path.is_file() or not path.stat().st_size:
-        with writing(f"answers {path}", "name another --out"):
-            beside.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
-        return
-    try:
-        found = json.loads(beside.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        wrong = f"{beside.name}, which says what made them, cannot be read ({error})"
-        raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
-    wrong = "their {name} is {found!r}, this command's {own!r}"
-    require_same(f"answers {path}", {name: found.get(name) for name in own}, own, _REPEAT, wrong)
-
-
 def answer_line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
     """Return the line of one answer ``said`` to the prompt ``ids``."""
     record = {
@@ -171,7 +160,11 @@ def count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     count = 0
-    for count, ids in enumerate(_prompts_in(whole, path), 1):
+    for count, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1], 1):
+        try:
+            ids = json.loads(line)["prompt_tokens"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {count}", "it is not an answer", "name another --out") from error
         if count <= len(prompts) and ids != list(prompts[count - 1]):
             wrong = f"its line {count} answers another prompt"
             raise ConfigError(f"answers {path}", wrong, _REPEAT)
@@ -179,11 +172,3 @@ def count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
         with path.open("r+b") as handle:
             handle.truncate(len(whole))
     return count
-
-
-def _prompts_in(data: bytes, path: Path) -> Iterator[list[int]]:
-    for number, line in enumerate(data.decode("utf-8", "replace").split("\n")[:-1], 1):
-        try:
-            yield json.loads(line)["prompt_tokens"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}", "it is no answer", "name another --out") from error

@@ -77,8 +77,7 @@ class TopCache:
         top: likeliest tokens kept.
         vocab: tokens of the target.
         width: of the target's states.
-        states: whether these are kept, too. A run that does not need them reads a cache that has them, where it is
-            the only one.
+        states: whether these are kept, too.
 
     Raises:
         ConfigError: the folder is not a cache, or is damaged.
@@ -94,12 +93,9 @@ class TopCache:
         width: int = 0,
         states: bool = False,
     ) -> None:
-        keys = [{**key, "top": top, "source": Path(s.file).name, "sha256": mark(s.file)} for s, _ in sources]
-        whole = [{**own, "states": width} for own in keys]
-        if states or (_all_there(folder, whole) and not _all_there(folder, keys)):
-            keys = whole
-        else:
-            width = 0
+        width = width if states else 0
+        more = {"states": width} if states else {}
+        keys = [{**key, "top": top, "source": Path(s.file).name, "sha256": mark(s.file), **more} for s, _ in sources]
         self.folder, self.top, self.width = folder, top, width
         self.kind = record(top, vocab, width)
         self.parts: list[CachedSource] = []
@@ -128,7 +124,14 @@ class TopCache:
         """
         wishes = self._wishes(batches)
         if wishes:
-            self._check_space(wishes, say)
+            there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
+            free, tokens = shutil.disk_usage(there).free, _tokens(wishes)
+            size = tokens * self.kind.itemsize
+            wanted = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
+            say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e6:,.0f} MB are free")
+            if size > free:
+                wrong = f"what the model says takes {wanted}, and {free / 1e6:,.0f} MB are free"
+                raise StorageError(f"--cache {self.folder}", wrong, "free space, name another folder, or leave it out")
             remedy = "free space there, or train without --cache; what is scored is kept, the same command continues"
             with writing(f"--cache {self.folder}", remedy):
                 self._score(make_scorer(), wishes, say)
@@ -150,35 +153,21 @@ class TopCache:
                 wishes.append((index, number, examples[number].tokens[: int(own[number])]))
         return sorted(wishes, key=lambda wish: len(wish[2]))
 
-    def _check_space(self, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
-        there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
-        free, tokens = shutil.disk_usage(there).free, _tokens(wishes)
-        size = tokens * self.kind.itemsize
-        wanted = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
-        say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e6:,.0f} MB are free")
-        if size > free:
-            remedy = "free space there, name another folder, take fewer likeliest tokens (top), or leave --cache out"
-            wrong = f"what the model says takes {wanted}, and {free / 1e6:,.0f} MB are free"
-            raise StorageError(f"--cache {self.folder}", wrong, remedy)
-
     def _score(self, scorer: Scorer, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         done, total, began = 0, _tokens(wishes), perf_counter()
         for group in _groups(wishes):
             before, done = done, done + _tokens(group)
-            made = list(zip(group, self._records(scorer, group), strict=True))
+            states, said = scorer([tokens for _, _, tokens in group], self.top)
+            rows = np.empty(len(said.ids), dtype=self.kind)
+            rows["ids"], rows["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
+            if self.width:
+                rows["state"] = states.cpu().to(torch.bfloat16).view(torch.uint16).numpy()
+            ends = np.cumsum([len(tokens) for _, _, tokens in group])[:-1]
+            made = list(zip(group, np.split(rows, ends), strict=True))
             for index, part in enumerate(self.parts):
                 part.keep({number: records for (source, number, _), records in made if source == index})
             if done * REPORTS // total > before * REPORTS // total:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
-
-    def _records(self, scorer: Scorer, group: Sequence[Wish]) -> list[np.ndarray]:
-        """Return the records of each document of a group."""
-        states, said = scorer([tokens for _, _, tokens in group], self.top)
-        made = np.empty(len(said.ids), dtype=self.kind)
-        made["ids"], made["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
-        if self.width:
-            made["state"] = states.cpu().to(torch.bfloat16).view(torch.uint16).numpy()
-        return np.split(made, np.cumsum([len(tokens) for _, _, tokens in group])[:-1])
 
     # -- reading
 
@@ -226,10 +215,6 @@ def _place(folder: Path, key: Mapping[str, Any]) -> Path:
     """Return a source's part of a cache, named by its key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return folder / f"{str(key['source']).split('.')[0]}-{digest}"
-
-
-def _all_there(folder: Path, keys: Sequence[Mapping[str, Any]]) -> bool:
-    return all((_place(folder, plain(key)) / MADE).is_file() for key in keys)
 
 
 def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:

@@ -14,8 +14,9 @@ import math
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,7 +77,12 @@ def read_documents(path: Path) -> Iterator[dict[str, Any]]:
         ConfigError: a file that is missing, broken, or of neither form.
     """
     if str(path) == STDLIB:
-        yield from _stdlib()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        left_out = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "turtledemo"}
+        for module in sorted(root.rglob("*.py")):
+            if not left_out & set(module.relative_to(root).parts):
+                with suppress(OSError, UnicodeDecodeError):
+                    yield {"text": module.read_text(encoding="utf-8")}
         return
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".json")):
@@ -134,18 +140,6 @@ def _split(lines: Iterator[str]) -> Iterator[str]:
             yield text.strip("\n")
 
 
-def _stdlib() -> Iterator[dict[str, str]]:
-    """Yield the standard library's modules, tests and third parties left out, in the order of their names."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "turtledemo"}
-    for path in sorted(root.rglob("*.py")):
-        if not left_out & set(path.relative_to(root).parts):
-            try:
-                yield {"text": path.read_text(encoding="utf-8")}
-            except (OSError, UnicodeDecodeError):
-                continue
-
-
 def sha256(path: Path) -> str:
     """Of a file's bytes."""
     with path.open("rb") as handle:
@@ -177,8 +171,9 @@ class Encoder:
             ConfigError: token ids that another tokenizer made.
         """
         plain = [r for r in records if not _has_ids(r)]
+        answers = [r["completion"] for r in plain if "text" not in r]
         heads = iter(self._ids([r["text"] if "text" in r else self._prompt(r["prompt"]) for r in plain]))
-        tails = iter(self._ids([self._answer(r["completion"]) for r in plain if "text" not in r]))
+        tails = iter(self._ids([answer.strip() if self.chat else answer for answer in answers]))
         made: list[Example] = []
         for record in records:
             if _has_ids(record):
@@ -186,7 +181,10 @@ class Encoder:
             elif "text" in record:
                 made += self._pieces(next(heads))
             else:
-                made += self._dialogue(next(heads), next(tails))
+                head, tail = next(heads), next(tails)
+                tokens = [*self.start, *head, *tail, *self.end]
+                if tail and len(tokens) <= self.max_length:
+                    made.append(Example(np.array(tokens, dtype=np.int32), len(self.start) + len(head)))
         return made
 
     def _answered(self, record: dict[str, Any]) -> list[Example]:
@@ -207,20 +205,11 @@ class Encoder:
         text: str = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
         return text.removeprefix(self.tokenizer.bos_token or "")
 
-    def _answer(self, completion: str) -> str:
-        return completion.strip() if self.chat else completion
-
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
-
-    def _dialogue(self, head: list[int], tail: list[int]) -> list[Example]:
-        tokens = [*self.start, *head, *tail, *self.end]
-        if not tail or len(tokens) > self.max_length:
-            return []
-        return [Example(np.array(tokens, dtype=np.int32), len(self.start) + len(head))]
 
     def _pieces(self, ids: list[int]) -> list[Example]:
         tokens = [*self.start, *ids, *self.end]
@@ -242,30 +231,15 @@ def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Ex
     most = math.inf if spec.max_tokens is None else spec.max_tokens
     made: list[Example] = []
     total = 0
-    for records in _portions(read_documents(Path(spec.file)), batch):
+    documents = read_documents(Path(spec.file))
+    while total < most and (records := [*islice(documents, batch)]):
         more = encoder.encode(records)
         made += more
         total += _size(more)
-        if total >= most:
-            break
     if not made:
         raise ConfigError(f"data {spec.file}", "it has no usable record", f"give {FORMS}, none over the context length")
     ends = accumulate(len(e.tokens) for e in made)
     return made[: max(1, sum(end <= most for end in ends))]
-
-
-def _portions(records: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield records to encode together.
-
-    A long text ends a portion, so that a cap is met without reading the whole file.
-    """
-    held: list[dict[str, Any]] = []
-    for record in records:
-        held.append(record)
-        if len(held) == size or len(record.get("text", "")) > 100_000:
-            yield held
-            held = []
-    yield held
 
 
 # --- rows -----------------------------------------------------------------------------------------------------

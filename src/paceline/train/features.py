@@ -22,8 +22,8 @@ EVALUATED_LOGITS = 2**24  # elements held at a time by evaluations: a head is re
 class Features(Protocol):
     """Where a recipe learns what the target says."""
 
-    def said(self, batch: TokenBatch) -> SoftTarget:
-        """Return the target's distributions after the tokens of ``batch`` that carry weight, row by row."""
+    def said(self, batch: TokenBatch) -> TargetTop:
+        """Return the target's likeliest tokens after those of ``batch`` that carry weight, row by row."""
         ...
 
     def states(self, batch: TokenBatch) -> Tensor:
@@ -35,17 +35,17 @@ class Features(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target on every batch; ``top`` likeliest tokens are looked at, 0: the whole distribution."""
+    """Runs the frozen target on every batch, for its ``top`` likeliest tokens."""
 
-    def __init__(self, target: Network, top: int = 0) -> None:
+    def __init__(self, target: Network, top: int = TOP) -> None:
         self.target, self.top = target, top
         self._last: tuple[TokenBatch, Tensor] | None = None  # one pass a batch serves both questions
 
     @torch.no_grad()
-    def said(self, batch: TokenBatch) -> SoftTarget:
+    def said(self, batch: TokenBatch) -> TargetTop:
         """As `Features.said`."""
         hidden = self.target.final(self.states(batch)[batch.weights > 0])
-        return likeliest(self.target, hidden, self.top) if self.top else TargetHidden(hidden, self.target.head_weight)
+        return likeliest(self.target, hidden, self.top)
 
     @torch.no_grad()
     def states(self, batch: TokenBatch) -> Tensor:

@@ -100,9 +100,17 @@ def prepare(
     share = getattr(options, "hot_head", 0.0)
     if share and context.occurrences is not None:
         job.hot = context.hot = most_frequent(context.occurrences(), max(1, round(share * len(tokenizer))))
-    facts = _facts(job, options)
+    data = [
+        {"file": Path(s.file).name, "sha256": mark(s.file), "weight": s.weight, "max_tokens": s.max_tokens}
+        | ({} if s.answer_tokens is None else {"answer_tokens": s.answer_tokens})
+        for s in job.sources
+    ]
+    facts: dict[str, Any] = {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight}
+    facts["target"] = None if job.target is None else fingerprint(job.target)
     if made.imitates(options):
-        _name_strangers(job.sources, facts["target"], say)
+        for spec in job.sources:
+            if answered_by(Path(spec.file)) not in (None, facts["target"]):
+                say(f"{spec.file} holds the answers of another model; this target's own are better data for drafts")
     if job.cache is not None:
         context.features = cache = _cache(job, made, facts["target"], context, [*examples, *held], say)
         examples = cache.examples[: len(examples)]
@@ -115,13 +123,6 @@ def prepare(
 def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture:
     weighted = [(spec.weight, spec.learned(own)) for spec, own in zip(job.sources, examples, strict=True)]
     return Mixture(weighted, job.config.seed, job.prompt_weight)
-
-
-def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Callable[[str], None]) -> None:
-    """Tell which files hold the answers of another model than the one that is learned from."""
-    for spec in sources:
-        if answered_by(Path(spec.file)) not in (None, target):
-            say(f"{spec.file} holds the answers of another model than this target; its own are better data for drafts")
 
 
 def _cache(
@@ -175,20 +176,6 @@ def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[To
     return [next(batches) for _ in range(count)]
 
 
-def _facts(job: TrainingJob, options: Any) -> dict[str, Any]:
-    """Return what a checkpoint must agree with: options, data, target."""
-    return {
-        "options": asdict(options),
-        "data": [
-            {"file": Path(s.file).name, "sha256": mark(s.file), "weight": s.weight, "max_tokens": s.max_tokens}
-            | ({} if s.answer_tokens is None else {"answer_tokens": s.answer_tokens})
-            for s in job.sources
-        ],
-        "prompt_weight": job.prompt_weight,
-        "target": None if job.target is None else fingerprint(job.target),
-    }
-
-
 def finish(job: TrainingJob, trainer: Trainer) -> Path:
     """Write the result: what users load, the tokenizer next to a model, and ``training.json``.
 
@@ -199,38 +186,29 @@ def finish(job: TrainingJob, trainer: Trainer) -> Path:
     remedy = "free space there; the same command writes it from the checkpoint"
     with writing(f"result {result}", remedy, SafetensorError):
         result.mkdir(parents=True, exist_ok=True)
-        _write_result(job, trainer, result)
+        known = trainer.recipe.export(result)
+        if job.hot is not None:
+            save_hot(job.hot, result)
+        source = job.tokenizer_folder
+        for name in (*TOKENIZER_FILES, "generation_config.json") if (result / "config.json").is_file() else ():
+            if (source / name).is_file() and not (result / name).is_file():
+                shutil.copyfile(source / name, result / name)
+        facts = {
+            **trainer.facts,
+            "tokens_seen": trainer.tokens,
+            "steps": trainer.step,
+            "tokens_by_file": {Path(f).name: n for f, n in job.tokens.items()},
+            "seconds_of_last_part": round(trainer.seconds, 1),
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        }
+        text = json.dumps({**known, **facts}, indent=1, default=str)
+        (result / "training.json").write_text(text + "\n", encoding="utf-8")
     return result
-
-
-def _write_result(job: TrainingJob, trainer: Trainer, result: Path) -> None:
-    facts = {
-        **trainer.facts,
-        "tokens_seen": trainer.tokens,
-        "steps": trainer.step,
-        "tokens_by_file": {Path(f).name: n for f, n in job.tokens.items()},
-        "seconds_of_last_part": round(trainer.seconds, 1),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-    }
-    known = trainer.recipe.export(result)
-    if job.hot is not None:
-        save_hot(job.hot, result)
-    if (result / "config.json").is_file():
-        _copy_tokenizer(job.tokenizer_folder, result)
-    text = json.dumps({**known, **facts}, indent=1, default=str)
-    (result / "training.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if (source / name).is_file() and not (folder / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def run(
     job: TrainingJob,
     watchers: Sequence[Watcher] = (),
-    stop_after: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Trainer:
     """Prepare, resume if there is something to resume, train. The result is written by `finish`."""
@@ -240,5 +218,5 @@ def run(
         say(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
     counted = sum(p.numel() for p in trainer.trained.values())
     say(f"{counted:,} parameters to train, products in {trainer.precision}; loaded in {perf_counter() - began:.0f} s")
-    trainer.run(stop_after)
+    trainer.run()
     return trainer

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.errors import CapabilityError, ConfigError
-from ..model.attention import make_backend
+from ..model.attention.reference import ReferenceAttention
 from ..model.decoder import Decoder
 from ..model.families import DecoderConfig
 from ..model.layers import _ACTIVATIONS, Layer, Norm
@@ -44,8 +44,8 @@ class Network(nn.Module):
         super().__init__()
         self.config = config
         place = torch.device(device)
-        self.decoder = Decoder(config, make_backend("reference", torch.float32), dtype=torch.float32, device=place)
-        self._ropes = RopeTables(config.rotations, config.max_position, torch.float32, place)
+        self.decoder = Decoder(config, ReferenceAttention(), dtype=torch.float32, device=place)
+        self._ropes = RopeTables(config.rotations, torch.float32, place)
         self.requires_grad_(not frozen)
 
     @classmethod

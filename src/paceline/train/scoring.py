@@ -132,8 +132,7 @@ def remembered_scores(
 def make_scorer(folder: Path, target: Network, compiled: bool, products: Products) -> Scorer:
     """Choose a scorer for the target in ``folder``, which ``target`` is: its compiled layers where they are allowed and
     run, the faster ones on every processor; else the network, in the context ``products``."""
-    made = compiled_scorer(folder, target) if compiled else None
-    return made or partial(network_scores, target, products)
+    return (compiled_scorer(folder, target) if compiled else None) or partial(network_scores, target, products)
 
 
 def compiled_scorer(folder: Path, target: Network) -> CompiledScorer | None:
@@ -142,4 +141,4 @@ def compiled_scorer(folder: Path, target: Network) -> CompiledScorer | None:
     source = resolve(folder, kind)
     if unsupported(source.shape, kind, target.head_weight.device):
         return None
-    return CompiledScorer(load_model(source, attention=make_backend("sdpa", kind), native=True))
+    return CompiledScorer(load_model(source, attention=make_backend(kind), native=True))

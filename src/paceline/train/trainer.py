@@ -16,8 +16,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -54,8 +54,8 @@ class TrainConfig:
     learning_rate: float = option(5e-4, help="the highest learning rate, above 0 and below 1", above=0, below=1)
     warmup: int = option(50, help="steps until the highest learning rate", minimum=0)
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", help="how the learning rate falls")
-    final_ratio: float = option(0.1, help="last learning rate, over the highest")
-    weight_decay: float = option(0.1, help="AdamW's weight decay, of matrices alone")
+    final_ratio: float = field(default=0.1, metadata={"cli": False})  # last learning rate, over the highest
+    weight_decay: float = field(default=0.1, metadata={"cli": False})  # AdamW's, of matrices alone
     precision: Literal["auto", "bf16", "fp32"] = option(
         "auto", help="number format of products; auto: bf16 where the processor multiplies it, else fp32"
     )
@@ -132,14 +132,22 @@ class Trainer:
         self.watchers = list(watchers)
         self.device = training_device()
         self.precision = precision_of(config.precision, self.device)
-        _check_phases(self.phases)
-        phases_said = [asdict(p) for p in self.phases]
-        own = {**asdict(config), "precision": self.precision, "phases": phases_said}
+        ends = [phase.until for phase in self.phases]
+        if not ends or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
+            remedy = "give each phase a later end, the last 1.0"
+            raise ConfigError(f"phases that end at {ends}", "they must rise to 1.0", remedy)
+        for phase in self.phases:
+            if phase.rows < 1 or phase.length < 2:
+                asked, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
+                raise ConfigError(asked, wrong, "give 1 row or more, each of 2 tokens or more")
+        own = {**asdict(config), "precision": self.precision, "phases": [asdict(phase) for phase in self.phases]}
         self.facts = {"recipe": recipe.name, **own, **(facts or {})}
         self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
         if not self.trained:
             raise ConfigError(f"recipe {recipe.name!r}", "nothing in it is trainable", "check its settings")
-        self.optimizer = torch.optim.AdamW(_groups(self.trained, config), lr=config.learning_rate, betas=(0.9, BETA2))
+        matrices, vectors = ([p for p in self.trained.values() if (p.ndim > 1) == wide] for wide in (True, False))
+        groups = {"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}
+        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, BETA2))
         self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
         self.seconds = 0.0  # of this part
         self._stop, self._told = threading.Event(), False
@@ -151,8 +159,8 @@ class Trainer:
         self._told = True
         self._stop.set()
 
-    def run(self, stop_after: int | None = None) -> None:
-        """Train to the end, to ``stop_after`` steps, or until SIGINT; a checkpoint is left in any case.
+    def run(self) -> None:
+        """Train to the end, until a watcher stops it, or until SIGINT; a checkpoint is left in any case.
 
         Raises:
             ConfigError: ``out`` cannot be written, or has no room for a checkpoint; the loss is not finite.
@@ -160,12 +168,11 @@ class Trainer:
         began = time.perf_counter()
         self._check_out()
         batches = (batch for step, batch in plan(self.mixture, self.phases, self.config.steps) if step >= self.step)
-        last = self.config.steps if stop_after is None else min(stop_after, self.config.steps)
         with self._interruptible():
-            done = self.step >= last
+            done = self.finished
             while not done:
                 self._report(self._one(next(batches)))
-                done = self._stop.is_set() or self.step >= last
+                done = self._stop.is_set() or self.finished
                 if self.step % SAVE_EVERY == 0 and not done:
                     self.save()
         self.save()
@@ -291,8 +298,11 @@ class Trainer:
         """Drop the log's lines after the checkpoint: their steps are repeated."""
         log = self.out / LOG
         if log.is_file():
-            lines = [line for line in log.read_text("utf-8").splitlines() if _step_of(line) <= self.step]
-            log.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            lines = []
+            for line in log.read_text("utf-8").splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # half a line, of a killed process
+                    lines += [f"{line}\n"] if json.loads(line)["step"] <= self.step else []
+            log.write_text("".join(lines), encoding="utf-8")
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -325,14 +335,6 @@ class Trainer:
         return self._stop.is_set() and not self._told
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a line of the log; half a line (a killed process) is after every step."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
 def precision_of(precision: str, device: torch.device) -> str:
     """Return the precision of a run's products, "bf16" or "fp32"; "auto" stands for the faster one on a device.
 
@@ -363,25 +365,3 @@ def plan(mixture: Mixture, phases: Sequence[Phase], steps: int) -> Iterator[tupl
         until = steps if phase is phases[-1] else round(phase.until * steps)
         yield from zip(range(first, until), mixture.batches(phase.rows, phase.length), strict=False)
         first = until
-
-
-def _check_phases(phases: Sequence[Phase]) -> None:
-    ends = [p.until for p in phases]
-    if not phases or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
-        raise ConfigError(
-            f"phases that end at {ends}", "they must rise to 1.0", "give each phase a later end, the last 1.0"
-        )
-    for phase in phases:
-        if phase.rows < 1 or phase.length < 2:
-            asked, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
-            raise ConfigError(asked, wrong, "give 1 row or more, each of 2 tokens or more")
-
-
-def _groups(trained: Mapping[str, nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
-    """Return AdamW's groups: matrices decay, vectors do not (Loshchilov and Hutter 2019 leave this open.
-
-    Common practice).
-    """
-    matrices = [p for p in trained.values() if p.ndim > 1]
-    vectors = [p for p in trained.values() if p.ndim <= 1]
-    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import shown
 from .gguf import is_gguf, read_gguf
 from .hashing import content_hash
 
@@ -55,27 +54,15 @@ def read_json(file: Path, remedy: str, wrong: str = "not readable as JSON") -> A
     """Read a JSON file; ``remedy`` and ``wrong`` are of the message where it cannot be read.
 
     Raises:
-        ConfigError: not JSON, nested too deep, too large, or with an entry that is there twice and differs.
+        ConfigError: not JSON, nested too deep, or too large.
     """
     try:
         size = file.stat().st_size
         if size > MAX_JSON_BYTES:
             raise ValueError(f"it has {size:,} bytes, {MAX_JSON_BYTES:,} are the most")
-        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)
-    except RecursionError as error:
-        raise ConfigError(str(file), f"{wrong} (it is nested too deep)", remedy) from error
-    except (OSError, ValueError) as error:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(file), f"{wrong} ({error})", remedy) from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; Python would keep the last of two entries of one name without a warning."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found and found[name] != value:
-            raise ValueError(f"{shown(name)} is there twice, as {shown(found[name])} and {shown(value)}")
-        found[name] = value
-    return found
 
 
 @contextmanager

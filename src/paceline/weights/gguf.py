@@ -77,7 +77,7 @@ class GGUFTensor:
         Raises:
             CapabilityError: it is neither plain nor one whose products are compiled.
         """
-        if self.type.name not in PLAIN and self.type.unpack is None:
+        if self.type.name not in PLAIN and not self.type.compiled:
             wrong = f"there is no product with its type {self.type.name}"
             raise CapabilityError(str(self), wrong, "load it with dtype='int8' or 'bfloat16'")
 
@@ -98,30 +98,18 @@ class GGUFTensor:
         """Return the tensor's values in its shape: a plain type as it is, others as float32.
 
         Raises:
-            CapabilityError: a type that needs the ``gguf`` package, which is not there.
+            CapabilityError: a type that the ``gguf`` package does not unpack.
         """
         raw = self.raw()
         if self.heads:
             raw = raw[self._order(len(raw)).numpy()]
         if self.type.name in PLAIN:
             return torch.from_numpy(np.array(raw)).view(PLAIN[self.type.name]).reshape(self.shape)
-        whole = np.ascontiguousarray(raw)
-        found = self._by_package(whole) if self.type.unpack is None else dequantise(self.type, whole)
-        return torch.from_numpy(found).reshape(self.shape)
-
-    def _by_package(self, raw: np.ndarray) -> np.ndarray:
-        remedy = "use a file in another format, as Q4_K_M"
         try:
-            from gguf import GGMLQuantizationType
-            from gguf.quants import dequantize
-        except ImportError as error:
-            wrong = f"its type {self.type.name} is unpacked by the gguf package, which is not installed"
-            raise CapabilityError(str(self), wrong, f"pip install gguf, or {remedy}") from error
-        try:
-            found: np.ndarray = dequantize(raw, GGMLQuantizationType(self.type.number))
-            return found
+            return torch.from_numpy(dequantise(self.type, np.ascontiguousarray(raw))).reshape(self.shape)
         except (NotImplementedError, ValueError) as error:
-            raise CapabilityError(str(self), f"the gguf package does not unpack {self.type.name}", remedy) from error
+            wrong = f"the gguf package does not unpack {self.type.name}"
+            raise CapabilityError(str(self), wrong, "use a file in another format, as Q4_K_M") from error
 
     def forget(self) -> None:
         """Let go of the pages of memory that hold it: it can be read again from the file."""
@@ -228,9 +216,8 @@ def read_gguf(path: str | Path) -> GGUF:
         parts = parts_of(Path(path))
         return _read_all(tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts))
     except OSError as error:
-        raise ConfigError(
-            f"model {path}", f"it cannot be read ({error.strerror or error})", "check the path"
-        ) from error
+        wrong = f"it cannot be read ({error.strerror or error})"
+        raise ConfigError(f"model {path}", wrong, "check the path") from error
 
 
 @lru_cache(maxsize=4)
@@ -335,7 +322,8 @@ class MappedFile:
             self.refuse(f"it begins with {magic!r}, and a GGUF file with {MAGIC!r}", "name a GGUF file")
         version = self._number("I")
         if version not in VERSIONS:
-            self._refuse_version(version)
+            wrong = f"it has version {version}, or is big-endian; read are 2 and 3, little-endian"
+            raise CapabilityError(f"GGUF file {self.path}", wrong, "convert the model again with a newer llama.cpp")
         tensors, pairs = self._count(3 * 8, "tensors", _MOST), self._count(8 + 4 + 1, "keys", _MOST)
         self.metadata: dict[str, Any] = {}  # arrays are views of the file
         for _ in range(pairs):
@@ -348,7 +336,6 @@ class MappedFile:
             self.refuse(f"general.alignment is {shown(alignment)}; it must be a multiple of 8")
         begin = -(-self._at // alignment) * alignment
         self.tensors = [self._placed(*entry, begin, alignment) for entry in entries]
-        self._check_overlap()
 
     def refuse(self, wrong: str, remedy: str = _REMEDY) -> NoReturn:
         """Report an error of this file.
@@ -366,12 +353,6 @@ class MappedFile:
                 said = "a list" if isinstance(value, np.ndarray | FileTexts) else shown(value)
                 self.refuse(f"key {shown(key)} is {said}, and must be {rule}")
         self.metadata[key] = value
-
-    def _refuse_version(self, version: int) -> NoReturn:
-        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-            raise CapabilityError(f"GGUF file {self.path}", "it is big-endian", "convert it to little-endian")
-        remedy = "convert the model again with a newer llama.cpp" if version < 2 else "update Paceline"
-        raise CapabilityError(f"GGUF file {self.path}", f"it has version {version}; read are 2 and 3", remedy)
 
     def _take(self, count: int) -> bytes:
         self._skip(count)
@@ -456,9 +437,3 @@ class MappedFile:
             wrong = f"{what} ends at byte {tensor.start + tensor.nbytes:,} of {len(self.data):,}: the file is truncated"
             self.refuse(wrong)
         return tensor
-
-    def _check_overlap(self) -> None:
-        ordered = sorted(self.tensors, key=lambda tensor: tensor.start)
-        for one, other in zip(ordered, ordered[1:], strict=False):
-            if one.start + one.nbytes > other.start:
-                self.refuse(f"tensors {shown(one.name)} and {shown(other.name)} overlap")

@@ -8,6 +8,7 @@ Source: the GGUF specification; llama.cpp's ``convert_hf_to_gguf.py`` (what is p
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,6 @@ import numpy as np
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from ..model.families import DecoderConfig, decoder_config, unbuilt
-from ..model.rope import yarn_attention_factor
 from .gguf import GGUF, PLAIN, GGUFTensor, read_gguf
 from .names import Piece, weight_map
 
@@ -74,17 +74,6 @@ _DEFAULTS: dict[str, Any] = {
     "rope.scaling.yarn_beta_slow": 1.0,
 }
 
-# Architectures that hold no language model which writes, or need what `families` does not name.
-_OTHERS = {
-    "bert": "a model that writes: it makes embeddings",
-    "clip": "a language model: it holds a vision tower",
-    "deepseek2": "mixtures of experts, and latent attention",
-    "gemma3n": "embeddings for every layer",
-    "llama4": "mixtures of experts",
-    "mamba": "recurrent layers: a rejected draft would have to undo their state",
-    "nomic-bert": "a model that writes: it makes embeddings",
-}
-
 
 def tensors_of(model: GGUF) -> Iterator[GGUFTensor]:
     """Yield every tensor but rotation factors, by its checkpoint's name; one without such a name keeps its own."""
@@ -119,12 +108,8 @@ def architecture(model: GGUF) -> str:
     if isinstance(found, str) and found in _ARCHITECTURES:
         return found
     known = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
-    if isinstance(found, str):
-        if missing := unbuilt(found):
-            wrong = f"its architecture {found!r} is known and not built; it has {missing}"
-            raise CapabilityError(asked, wrong, known)
-        if found in _OTHERS:
-            raise CapabilityError(asked, f"its architecture {found!r} is not supported: {_OTHERS[found]}", known)
+    if isinstance(found, str) and (missing := unbuilt(found)):
+        raise CapabilityError(asked, f"its architecture {found!r} is known and not built; it has {missing}", known)
     wrong = "it names no architecture" if found is None else f"its architecture {shown(found)} is not known here"
     raise ConfigError(asked, wrong, known)
 
@@ -266,7 +251,7 @@ def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
             "original_max_position_embeddings": original,
             "beta_fast": said.number("rope.scaling.yarn_beta_fast"),
             "beta_slow": said.number("rope.scaling.yarn_beta_slow"),
-            "attention_factor": attention * yarn_attention_factor(factor, None, None),
+            "attention_factor": attention * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         }
     if divisors is None and attention == 1:
         return {"rope_type": "linear", "factor": factor} if factor != 1 else {}

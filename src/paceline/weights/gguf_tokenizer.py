@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file: its vocabulary and rules as a Hugging Face tokenizer, whose ids are llama.cpp's.
 
 llama.cpp's ids are others in two rare cases, where it rewrites a pattern of the model for its own regex engine: marks
-and letters beyond ASCII in ``tekken`` and ``gpt-4o``, and wide spaces in ``deepseek-llm`` and ``deepseek-coder``. There
+and letters beyond ASCII in ``tekken`` and ``gpt-4o``, and wide spaces in ``deepseek-coder``. There
 the pattern that the model was trained with holds.
 
 Two kinds of vocabulary are read. ``gpt2`` merges pairs of bytes by rank, within pieces that the file's pre-tokenizer
@@ -42,62 +42,24 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 _TEKKEN = rf"{_CASES % ('', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
 _GPT4O = rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDS}",
-)
-_DEEPSEEK_LETTERS = (  # of DeepSeek LLM: letters with case, as its tokenizer lists them
-    "A-Za-z"
-    "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
-    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
-    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
-    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
-    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
-    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
-    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
-    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
-    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
-    "\U000118a0-\U000118df\U0001e900-\U0001e943"
-)
-_DEEPSEEK_LLM = (
-    r"[\r\n]",
-    rf"\s?[{_DEEPSEEK_LETTERS}]+",
-    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"\s+$",
-    _CJK,
-    r"\p{N}+",
-)
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
-_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # converters know no better name
-_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
-_PORO = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 _KINDS = {
-    "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling": (_GPT2,),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b": (r"\p{N}", _GPT2),
+    "gpt-2 gigachat a.x-4.0 mellum trillion": (_GPT2,),
+    "smollm starcoder minerva-7b": (r"\p{N}", _GPT2),
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0": (_LLAMA3,),
-    "smaug-bpe dbrx glm4 chatglm-bpe": (_LLAMA3,),
-    "qwen2 deepseek-r1-qwen kormo stablelm2 hunyuan megrez solar-open grok-2": (_QWEN2,),
-    "qwen35": (_QWEN35,),
+    "smaug-bpe": (_LLAMA3,),
+    "qwen2 deepseek-r1-qwen kormo megrez": (_QWEN2,),
     "tekken": (_TEKKEN,),
-    "gpt-4o llama4 kanana2 minimax-m2": (_GPT4O,),
-    "seed-coder": (_SEED,),
-    "poro-chat": (_PORO,),
-    "viking": (_PORO, r"\p{N}"),
-    "deepseek-llm": _DEEPSEEK_LLM,
+    "gpt-4o kanana2": (_GPT4O,),
     "deepseek-coder": _DEEPSEEK_CODER,
-    "deepseek-v3 hunyuan-dense joyai-llm": _DEEPSEEK3,
-    "falcon": _FALCON,
     "default": _DEFAULT,
 }
 # Of these a piece that is a token is taken as it is, whatever its merges are, and a text begins with BOS where the file

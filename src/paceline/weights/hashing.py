@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..core.folders import user_cache
 
@@ -28,13 +25,8 @@ KIND = f"sha256 of pieces of {PIECE_BYTES} bytes"
 SETTLED_S = 2.0  # a file that was changed later may change again and keep its times: they are as coarse as that
 _BUFFER_BYTES = 2**20  # read at once, so that what is hashed is still in the processor's cache
 _MOST_THREADS = 16
-_RECORD_BYTES = 2**16  # of what is kept of a file, at most
 
-log = logging.getLogger(__name__)
-
-
-State = dict[str, Any]  # facts that change with a file's content
-_found: dict[tuple[Any, ...], str] = {}  # by this process, and the values of a state
+_found: dict[str, str] = {}  # by this process, and the digest of a state
 
 
 def content_hash(file: Path) -> str:
@@ -43,25 +35,25 @@ def content_hash(file: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    state = _state_of(file)
-    key = tuple(state.values())
-    known = _found.get(key) or _recall(state)
+    size, state = _state_of(file)
+    known = _found.get(state) or _recall(state)
     if known is None:
-        settled = time.time() - state["ctime_ns"] * 1e-9 > SETTLED_S  # before a byte is read: a change would be seen
-        known = _hash(file, state["size"])
-        if not settled or _state_of(file) != state:
+        settled = time.time() - file.stat().st_ctime > SETTLED_S  # before a byte is read: a change would be seen
+        known = _hash(file, size)
+        if not settled or _state_of(file) != (size, state):
             return known
         _keep(state, known)
-    _found[key] = known
+    _found[state] = known
     return known
 
 
-def _state_of(file: Path) -> State:
+def _state_of(file: Path) -> tuple[int, str]:
+    """Return a file's size, and a digest of the facts that change with its content."""
     path = file.resolve(strict=True)  # without links: what several names lead to is read once
     found = path.stat()
     # Nobody can set st_ctime: a file that got its old time back has a new one.
-    numbers = {name: getattr(found, f"st_{name}") for name in ("size", "mtime_ns", "ctime_ns")}
-    return {"path": str(path), **numbers, "inode": found.st_ino, "device": found.st_dev}
+    numbers = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+    return found.st_size, hashlib.sha256(json.dumps([KIND, str(path), *numbers]).encode()).hexdigest()
 
 
 # -- reading
@@ -85,50 +77,27 @@ def _hash_piece(file: Path, start: int) -> bytes:
     return digest.digest()
 
 
-# -- keeping
+# -- keeping: a file for each state
 
 
-def _place(state: State) -> Path | None:
-    """Return the file of a path's hash: one each, so that processes that write at once do not collide."""
+def _place(state: str) -> Path | None:
     base = user_cache()
-    name = hashlib.sha256(state["path"].encode(errors="surrogateescape")).hexdigest()[:32]
-    return None if base is None else base / "hashes" / f"{name}.json"
+    return None if base is None else base / "hashes" / state
 
 
-def _recall(state: State) -> str | None:
-    """Return the stored hash of a file that has not changed; None: nothing is stored, or nothing usable."""
-    place = _place(state)
-    if place is None:
-        return None
-    try:
-        with place.open("rb") as stream:
-            found = json.loads(stream.read(_RECORD_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    known = found.pop("hash", None) if isinstance(found, dict) else None
-    same = found == {"kind": KIND, **state} and isinstance(known, str) and re.fullmatch("[0-9a-f]{64}", known)
-    return known if same else None
+def _recall(state: str) -> str | None:
+    """Return the stored hash of a file in this state; None: nothing is stored, or nothing usable."""
+    with suppress(OSError, ValueError, AttributeError):
+        known = _place(state).read_text("ascii")  # type: ignore[union-attr]
+        return known if re.fullmatch("[0-9a-f]{64}", known) else None
+    return None
 
 
-def _keep(state: State, known: str) -> None:
-    place = _place(state)
-    if place is None:
-        return
-    try:
+def _keep(state: str, known: str) -> None:
+    """Write in one step: a concurrent reader finds nothing, or the whole record."""
+    with suppress(OSError, AttributeError):  # no such folder: it is computed at every start
+        place: Path = _place(state)  # type: ignore[assignment]
         place.parent.mkdir(parents=True, exist_ok=True)
-        _write(place, json.dumps({"kind": KIND, **state, "hash": known}).encode())
-    except (OSError, UnicodeError) as error:
-        log.info("the hash of %s is not kept, and is computed at every start: %s", state["path"], error)
-
-
-def _write(place: Path, content: bytes) -> None:
-    """Write in one step: a concurrent reader finds the old file or the new one."""
-    handle, fresh = tempfile.mkstemp(dir=place.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        os.replace(fresh, place)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(fresh)
-        raise
+        fresh = place.with_name(f"{state}.{os.getpid()}")
+        fresh.write_text(known, "ascii")
+        fresh.replace(place)

@@ -70,7 +70,7 @@ def load_model(
     if ranks is not None:
         layout = layout.cut(ranks.share.cut)
     blocks = layout.blocks(config) if quant == "stored" else {}
-    with memory_for(folder, layout, config, kind, place, blocks):
+    with memory_for(folder, layout, kind, place, blocks):
         given: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
         decoder = Decoder(config, attention, dtype=kind, device=place, **given)
         decoder.allocate(blocks)
@@ -100,7 +100,6 @@ def _part(layout: Layout, layers: tuple[int, int], ends: bool) -> Layout:
 def memory_for(
     folder: Path,
     layout: Layout,
-    config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
     blocks: StoredWeights,
@@ -108,9 +107,7 @@ def memory_for(
     """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
     count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in blocks)
     # One tensor more: weights are converted and packed one at a time.
-    wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize + _table_bytes(
-        config, dtype, device
-    )
+    wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize
     wanted += round(1.1 * sum(tensor.nbytes for own in blocks.values() for tensor in own))
     free = free_bytes(device)
     asked = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
@@ -125,13 +122,6 @@ def memory_for(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(asked, f"{needs}, which is more than this machine has", remedy) from error
-
-
-def _table_bytes(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes of the rotation's table, which covers every position from the start except on the CPU."""
-    if device.type == "cpu":
-        return 0
-    return sum(2 * config.max_position * rope.dim * dtype.itemsize for rope in {*config.rotations} if rope is not None)
 
 
 # --- weights --------------------------------------------------------------------------------------------------

@@ -51,4 +51,4 @@ def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> boo
 
 
 def _blocked(one: tuple[Piece, BlockTensor]) -> bool:
-    return one[1].type.unpack is not None
+    return one[1].type.compiled

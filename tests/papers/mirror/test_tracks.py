@@ -33,9 +33,9 @@ from paceline.weights.source import read_config, resolve
 IDS = [*range(7, 40, 3)]
 MERGES = "gather", "sum"
 KINDS: dict[str, dict[str, Any]] = {
-    "float64": {"attention": make_backend("reference", torch.float64), "dtype": "float64"},
-    "bfloat16": {"attention": make_backend("sdpa", torch.bfloat16), "dtype": "bfloat16"},
-    "compiled": {"attention": make_backend("sdpa", torch.bfloat16), "dtype": "bfloat16", "native": True},
+    "float64": {"attention": make_backend(torch.float64), "dtype": "float64"},
+    "bfloat16": {"attention": make_backend(torch.bfloat16), "dtype": "bfloat16"},
+    "compiled": {"attention": make_backend(torch.bfloat16), "dtype": "bfloat16", "native": True},
 }
 EACH = pytest.mark.parametrize("kind", [pytest.param(k, marks=needs_kernels if k == "compiled" else ()) for k in KINDS])
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ...core.errors import CapabilityError, ConfigError
+from ...core.errors import CapabilityError
 from ...engine.base import Place
 from ...engine.rounds import parse_round
 from ...kernels.layers import unsupported
 from ...model.attention import make_backend
-from ...model.attention.base import AttentionBackend
 from ...model.decoder import Decoder
 from ...model.devices import share_devices
 from ...model.families import DecoderConfig
@@ -94,7 +93,7 @@ def _decoder(
 ) -> Decoder:
     """Return a part of a checkpoint, or one rank's share of it."""
     given: dict[str, Any] = {
-        "attention": make_attention(config, source.dtype, exact),
+        "attention": make_backend(source.dtype, exact),
         "device": device,
         "native": compiled_layers(config, source.shape, source.dtype),
         "ranks": ranks,
@@ -161,38 +160,13 @@ def exact_layers(config: LLMConfig, source: Source) -> bool:
     """
     if config.exact is not None:
         return config.exact
-    able = config.tensor_parallel == 1 and config.attention != "reference" and source.dtype != torch.float64
+    able = config.tensor_parallel == 1 and source.dtype != torch.float64
     return able and not compiled_layers(config, source.shape, source.dtype)
-
-
-def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> AttentionBackend:
-    """Return the attention of layers that torch runs.
-
-    Raises:
-        CapabilityError: one that is not exact, where that is asked for.
-    """
-    backend = config.attention
-    if backend == "auto":
-        backend = "reference" if dtype == torch.float64 else "sdpa"
-    if exact and backend == "reference" and dtype != torch.float64:
-        raise CapabilityError(
-            "exact=True with attention='reference'",
-            "the dense reference does not keep a row's order of summation",
-            "use attention='sdpa'",
-        )
-    return make_backend(backend, dtype, exact=exact)
 
 
 def compiled_layers(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
     """Return whether the compiled layers run this model."""
-    asked_for_torch = config.kernels == "torch" or config.attention != "auto"
-    if config.kernels == "native" and config.attention != "auto":
-        raise ConfigError(
-            f"kernels='native' with attention={config.attention!r}",
-            "the compiled layers have an attention of their own",
-            "leave attention out, or use kernels='torch'",
-        )
-    if asked_for_torch:
+    if config.kernels == "torch":
         return False
     why = unsupported(shape, dtype, parse_device(config.device))
     if why and config.kernels == "native":

@@ -167,8 +167,8 @@ class Eagle3Network:
         norms = {n: v.to(device, handle.dtype) for n, v in model.tensors.items() if v.ndim == 1}
         self._norms = {name: rms_constants(value, c.norm_eps) for name, value in norms.items()}
         self._tokens = model.tokens.to(device)
-        self._attention = make_backend("reference" if handle.dtype == torch.float64 else "sdpa", handle.dtype)
-        self._rope = RopeTable(c.rope, c.max_position, handle.dtype, device)
+        self._attention = make_backend(handle.dtype)
+        self._rope = RopeTable(c.rope, handle.dtype, device)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """As `HeadNetwork.plan`."""

@@ -89,7 +89,7 @@ class StateHead(nn.Module):
         self.fc = Dense(2 * c.d_model, c.d_model, bias, dtype, place)
         self.blank = nan_parameter((c.d_model,), dtype, place) if blank else None
         self.layer = Layer(c, 0, dtype, place, exact=False)
-        self.rope = RopeTable(c.rope, c.max_position, dtype, place)
+        self.rope = RopeTable(c.rope, dtype, place)
 
     # -- parameters
 

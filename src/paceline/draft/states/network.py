@@ -72,7 +72,7 @@ class HeadNetwork:
     ) -> None:
         c, self.handle, self.reads_tokens = head.config, handle, reads_tokens
         native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
-        attention = make_backend("reference" if handle.dtype == torch.float64 else "sdpa", handle.dtype)
+        attention = make_backend(handle.dtype)
         given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native, "quant": quant}
         self.decoder = Decoder(c, attention, lender=handle, normed=True, **given)
         parameters = dict(self.decoder.named_parameters())

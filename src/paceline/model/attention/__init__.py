@@ -1,26 +1,19 @@
-"""Attention over the paged cache: one contract (`base`), a reference (`reference`) and fast backends."""
+"""Attention over the paged cache: one contract (`base`), a reference (`reference`) and torch's kernel (`sdpa`)."""
 
 from __future__ import annotations
 
 import torch
 
-from ...core.errors import ConfigError
 from .base import AttentionBackend
 from .reference import ReferenceAttention
 from .sdpa import SdpaAttention
 
-BACKENDS = ("sdpa", "reference")
 
+def make_backend(dtype: torch.dtype, exact: bool = False) -> AttentionBackend:
+    """Return an attention backend: the reference for float64, else torch's kernel.
 
-def make_backend(name: str, dtype: torch.dtype, exact: bool = False) -> AttentionBackend:
-    """Return the backend called ``name``, one of `BACKENDS`, for queries, keys and values of ``dtype``; ``exact``:
-    every row's sum is taken over its own keys alone, in plain decoding's order.
-
-    Raises:
-        ConfigError: unknown name.
+    Args:
+        dtype: of queries, keys and values.
+        exact: every row's sum is taken over its own keys alone, in plain decoding's order.
     """
-    if name == "sdpa":
-        return SdpaAttention(dtype, exact=exact)
-    if name == "reference":
-        return ReferenceAttention()
-    raise ConfigError(f"attention={name!r}", "there is no such attention backend", f"use one of {', '.join(BACKENDS)}")
+    return ReferenceAttention() if dtype == torch.float64 else SdpaAttention(dtype, exact=exact)

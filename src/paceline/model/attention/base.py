@@ -47,8 +47,6 @@ class AttentionPlan:
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged cache."""
 
-    name: str
-
     def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
         """Prepare masks for every sliding window in use.
 
@@ -95,8 +93,10 @@ def key_positions(segment: Segment, device: torch.device) -> Tensor:
 
 
 def key_mask(segment: Segment, positions: Tensor, window: int | None) -> Tensor:
-    """Return [rows, num_keys] bool: the keys that the rows of a segment, at absolute positions [rows] int64, may see;
-    those at positions <= row position - window are out of sight, where there is a window."""
+    """Return [rows, num_keys] bool: the keys that the rows of a segment, at ``positions`` [rows] int64, may see.
+
+    Those at positions <= row position - window are out of sight, where there is a window.
+    """
     device = positions.device
     rows = segment.stop - segment.start
     mask = torch.ones(rows, segment.num_keys, dtype=torch.bool, device=device)

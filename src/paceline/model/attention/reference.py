@@ -13,8 +13,6 @@ from .base import AttentionPlan, Segment, key_mask
 class ReferenceAttention:
     """Softmax(q k^T * scale) v, written as it is defined."""
 
-    name = "reference"
-
     def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> AttentionPlan:
         """Return by window one boolean mask [rows, keys] a segment."""
         masks = {w: [key_mask(s, positions[s.start : s.stop], w) for s in segments] for w in windows}

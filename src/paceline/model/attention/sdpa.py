@@ -41,10 +41,10 @@ class Call:
 
 
 class SdpaAttention:
-    """The default backend on CPU and GPU, for queries, keys and masks of ``dtype``; ``exact``: ids must not depend on
-    the width, batch or chunking of a pass."""
+    """The default backend on CPU and GPU, for queries, keys and masks of ``dtype``.
 
-    name = "sdpa"
+    ``exact``: ids must not depend on the width, batch or chunking of a pass.
+    """
 
     def __init__(self, dtype: torch.dtype, exact: bool = False) -> None:
         self.dtype = dtype
@@ -194,8 +194,9 @@ def _buckets(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _attend_each(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-    """Return every row a batch entry of its own, in its mask's dtype: [rows, kv_heads, groups, head_dim] on its own
-    keys.
+    """Return attention with every row as a batch entry of its own, in its mask's dtype.
+
+    Queries [rows, kv_heads, groups, head_dim] meet their own keys.
     """
     assert call.mask is not None
     mask = call.mask[:, None, None, :]

@@ -154,11 +154,6 @@ class Tracks(Decoder):
         stack = self._each[0].body.stack
         return self.dtype.itemsize if self.quant is None or stack is None else float(stack.weight_bytes)
 
-    def expect(self, position: int) -> None:
-        """See `Decoder`."""
-        for track in self._each:
-            track.body.expect(position)
-
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """See `Decoder`: the same for all tracks."""
         return self._each[0].body.plan(segments, positions)
@@ -242,7 +237,7 @@ def load_tracks(
     Args, errors: as of `loader.load_model`.
     """
     config, layout, place = source.shape, read_layout(source.folder, source.shape), parse_device(device)
-    with memory_for(source.folder, layout, config, source.dtype, place, {}):
+    with memory_for(source.folder, layout, source.dtype, place, {}):
         given: dict[str, Any] = {"device": place, "quant": source.quant, "native": native, "ranks": ranks}
         made = Tracks(config, attention, dtype=source.dtype, **given)
         fill_all(made, layout.cut(made.cut_of))

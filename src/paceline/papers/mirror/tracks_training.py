@@ -60,7 +60,7 @@ class TracksNetwork(nn.Module):
         super().__init__()
         c, place, own = config, torch.device(device), config.track
         self.config = c
-        self._rope = RopeTable(c.rope, c.max_position, torch.float32, place)
+        self._rope = RopeTable(c.rope, torch.float32, place)
         given: dict[str, Any] = {"dtype": torch.float32, "device": place, "trainable": True}
         self.embedding = nan_parameter((c.vocab_size, c.d_model), **given)
         self.layers = nn.ModuleList(TrackLayer(own, c.tracks, place) for _ in range(c.num_layers))

@@ -154,7 +154,7 @@ class SpireDrafter(Drafter):
             return self._source
         config = read_config(self._source)
         native = target.decoder.stack is not None and unsupported(config, target.dtype, device) is None
-        attention = make_backend("reference" if target.dtype == torch.float64 else "sdpa", target.dtype)
+        attention = make_backend(target.dtype)
         decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native, lender=target.handle)
         load_weights(decoder, self._source, layers_only=True)
         return decoder, read_memory(self.shape, self._source)

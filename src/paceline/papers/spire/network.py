@@ -71,7 +71,7 @@ class SpireNetwork:
         self._projections = [projection(layer, c) for layer in layers]
         self.decoder = decoder.finish()
         wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
-        self._table = RopeTable(c.rope, c.max_position, wide, decoder.device)
+        self._table = RopeTable(c.rope, wide, decoder.device)
         # [n, n + 1] what the memory of each layer is made of
         self._mix = memory.to(decoder.device, wide).softmax(-1)
 

@@ -70,8 +70,6 @@ class FusedRound(DraftVerifyRound):
                 f"it reads states after layer {low[0]}, where rows are that pruning drops later",
                 "leave out prune_threshold and prune_count, or the part that reads these states",
             )
-        if self.streams.streams is not None:
-            self.expect_streams(self.streams.streams.config.gamma)
 
     def _admit(self, application: Application) -> None:
         """Check an application's streams against the rules of the drafter."""
@@ -85,11 +83,6 @@ class FusedRound(DraftVerifyRound):
             )
         if self.rules.prunes:
             check_exit("pruning with the streams of an application", streams)
-        self.expect_streams(trained)
-
-    def expect_streams(self, gamma: int) -> None:
-        """Make room for rows of the context's last positions: stream j of position t has position t + j."""
-        self.target.expect(self.target.config.max_position - 1 + gamma)
 
     def hook(self, p: Pass) -> PassHook:
         """Return the streams of a pass."""

@@ -18,8 +18,8 @@ from ...model.hot import hot_share, places_of
 from ...papers.mirror.tracks_training import TracksNetwork
 from ...weights.loader import load_weights
 from ..data import TokenBatch
-from ..features import TOP, Features, OnlineFeatures, argmax
-from ..losses import TargetTop, cross_entropy, distilled
+from ..features import Features, OnlineFeatures, argmax
+from ..losses import cross_entropy, distilled
 from ..network import Network, config_of_layers, take_layers
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class DraftModelRecipe:
         hot: Tensor | None = None,
     ) -> None:
         self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
-        self.features = features or OnlineFeatures(target, TOP)
+        self.features = features or OnlineFeatures(target)
         self.hot = None if hot is None else hot.to(target.head_weight.device)
         self._places = torch.empty(0) if self.hot is None else places_of(self.hot, target.config.vocab_size)
         self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
@@ -153,7 +153,7 @@ class DraftModelRecipe:
         head = self.module.head_weight
         if self.hot is not None:
             head, tokens = head[self.hot], self._places[tokens]
-            if isinstance(said, TargetTop):
+            if said is not None:
                 head, said = F.pad(head, (0, 0, 0, 1)), said.within(self._places)
             weights = torch.where(tokens < len(self.hot), weights, 0.0)
         loss, parts = distilled(self.module(batch)[rows], head, said, tokens, weights, share=o.distill)

@@ -37,7 +37,7 @@ from ...core.options import check, option
 from ...model.hot import hot_share, places_of
 from ..carriers import CarrierRows, group_attention, make_carriers
 from ..data import TokenBatch
-from ..features import EVALUATED_LOGITS, TOP, OnlineFeatures, argmax, last_states, no_loss, said_at
+from ..features import EVALUATED_LOGITS, OnlineFeatures, argmax, last_states, no_loss, said_at
 from ..losses import SoftTarget, TargetTop, mse_cross_entropy
 from ..network import attend, finish, project, rotation_of, visible
 from .heads_start import start_from_target
@@ -206,7 +206,7 @@ class HeadRecipe:
         self.name, self.module, self.options, self.predict = name, module, options, predict
         self.alpha, self.decay, self.noise = alpha, decay, noise
         self.target, self.held_out = context.target, context.held_out
-        self.features = context.features or OnlineFeatures(self.target, TOP)
+        self.features = context.features or OnlineFeatures(self.target)
         self.hot = None if context.hot is None else context.hot.to(self.target.head_weight.device)
         self._places = torch.empty(0) if self.hot is None else places_of(self.hot, len(self.target.head_weight))
         self._held: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by domain: features and likeliest tokens of a batch
