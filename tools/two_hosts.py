@@ -115,16 +115,18 @@ def killed(model: str, stages: int, cluster: str, max_tokens: int) -> None:
     from paceline import LLM, SamplingParams
 
     llm = LLM(model, pipeline=stages, cluster=cluster, max_model_len=512, max_sequences=1)
-    stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
+    round_: Any = llm.engine.round
+    stage_line, tick = round_.stage_line, round_.tick
     worker, ticks = stage_line.workers[0], iter(range(1_000_000))
     at: list[float] = []
 
-    def on_tick(tick: Any) -> None:
+    def killing() -> Any:
         if next(ticks) == KILL_AT:
             at.append(time.monotonic())
             os.kill(worker.pid, signal.SIGKILL)
+        return tick()
 
-    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    round_.tick = killing
     (output,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
     said = {"faults": stage_line.faults, "seconds": time.monotonic() - at[0]}
     print(json.dumps({"token_ids": output.outputs[0].token_ids, **said}))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,9 @@ from paceline.core.sequence import Sequence
 from paceline.draft.base import Levels
 from paceline.engine.passes import Pass
 from paceline.papers.mirror.rollout import Branch, Chain, Outcome, Rollout
-from paceline.papers.mirror.round import MirrorRound, Tell
+from paceline.papers.mirror.round import MirrorRound
+
+MARKS = "began", "drafted", "halfway", "prepared", "started", "checked", "emitted", "ended"  # moments of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +68,54 @@ def watch(
     on_verdict: Callable[[WindowVerdict], None],
     on_step: Callable[[StepTimes], None] = lambda times: None,
 ) -> None:
-    """Have every verdict told, and the times of every step."""
+    """Have every verdict told, and the times of every step, by what the methods of a step take and return."""
+    watched: Any = round_
+    marks: dict[str, float] = {}
+    results: dict[str, Any] = {}  # by method: what it returned last
+    windows: dict[int, Chain] = {}  # of the step
 
-    def decided(p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Levels]) -> Tell:
-        verdicts = _verdicts(p, windows, told)
+    def around(name: str, before: str = "", after: str = "") -> None:
+        """Note when a method of the step begins and ends, and what it returns."""
+        whole = getattr(round_, name)
 
-        def ended(rollout: Rollout, reused: Mapping[Outcome, Branch], marks: abc.Sequence[float]) -> None:
-            for verdict in verdicts:
-                branch = reused.get((verdict.key, verdict.accepted, verdict.said))
-                prepared = 0 if branch is None else branch.prepared
-                on_verdict(replace(verdict, reused=branch is not None, prepared=prepared))
-            on_step(_times(rollout, *marks))
+        def noted(*args: Any) -> Any:
+            marks[before] = perf_counter()
+            if name == "_speak":
+                windows.update(args[1])
+            results[name] = whole(*args)
+            marks[after] = perf_counter()
+            return results[name]
 
-        return ended
+        setattr(watched, name, noted)
 
-    round_.watch = decided
+    around("_open", before="began")
+    around("_draft_fresh", after="drafted")
+    around("_speak", before="halfway")
+    around("_prepare")
+    around("_start", before="prepared", after="started")
+    emit, finish = watched.emitter.emit, round_._finish
+    verdicts: list[WindowVerdict] = []
+
+    def emitted(p: Pass) -> None:
+        marks["checked"] = perf_counter()
+        verdicts[:] = _verdicts(p, windows, results["_speak"])
+        windows.clear()
+        emit(p)
+
+    def finished(said: Mapping[Outcome, abc.Sequence[int]], ended: abc.Sequence[int]) -> Mapping[Outcome, Branch]:
+        marks["emitted"] = perf_counter()
+        reused = finish(said, ended)
+        marks["ended"] = perf_counter()
+        for verdict in verdicts:
+            branch = reused.get((verdict.key, verdict.accepted, verdict.said))
+            prepared = 0 if branch is None else branch.prepared
+            on_verdict(replace(verdict, reused=branch is not None, prepared=prepared))
+        if "checked" in marks:  # in a step, and not where sequences are released
+            on_step(_times(results["_prepare"], *(marks.pop(name) for name in MARKS)))
+        verdicts.clear()
+        return reused
+
+    watched.emitter.emit, watched._finish = emitted, finished
 
 
 def _times(
@@ -92,7 +129,7 @@ def _times(
     emitted: float,
     ended: float,
 ) -> StepTimes:
-    """Of the moments of a step; see `Watch`."""
+    """Of the moments of a step; see `MARKS`."""
     return StepTimes(
         fresh=(drafted - began) * 1e3,
         prefix=(halfway - drafted) * 1e3,

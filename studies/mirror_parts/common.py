@@ -38,7 +38,6 @@ class MirrorFlags(Options):
     candidates: int = asked(4, "Candidates of a position where the round is timed.", "N")
     log: Path | None = asked(None, "Log of a run that trained exits (log.jsonl).", "FILE")
     measured: Path | None = asked(None, "law.json, whose exit and rendezvous are charged.", "FILE")
-    rows: int | None = asked(None, "Drafted tokens of a request's rollout at most; none: the whole grid.", "N")
     level_ms: float | None = asked(None, "What a level is given, as on another device; none: what it takes.", "MS")
     core: int = asked(1, "Core of the drafter's process; the target keeps to the first other one.", "N")
 
@@ -93,8 +92,7 @@ def drafter_of(ask: MirrorFlags, gamma: int | None = None) -> str:
 def mirror_of(ask: MirrorFlags, kappa: int, exit_: str = "1/2", more: str = "") -> str:
     """The mirror round, as it is named."""
     heads = f",heads={ask.heads or 'own'}"
-    rows = f",rows={ask.rows}" if ask.rows else ""
-    return f"mirror,kappa={kappa},exit={exit_}{heads}{rows}{more}"
+    return f"mirror,kappa={kappa},exit={exit_}{heads}{more}"
 
 
 def prompts_of(ask: MirrorFlags, llm: LLM, task: str) -> list[dict[str, Any]]:

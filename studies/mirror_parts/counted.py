@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -166,65 +165,6 @@ def traces(ask: MirrorFlags) -> Iterator[Table | None]:
         remarks=[f"policy wait, windows of {ask.gamma}; a trace: passes, drafted tokens and the counts of each length"],
         same=same,
     )
-
-
-# Candidates, and drafted tokens of a rollout; none: the whole grid. The grids of 2 and 1 have as many as a budget of 24
-# and 12, with windows of 3.
-BUDGETS = ((8, None), (8, 24), (2, None), (8, 12), (1, None))
-
-
-@study.table(takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
-def unequal_depth(ask: MirrorFlags) -> Iterator[Table | None]:
-    """Branches of unequal depth under a budget of rows: drafted tokens, and levels left for after the verdict."""
-    yield None
-    base = plain_llm(ask)
-    rows, values = [], []
-    for task in ask.names:
-        for temperature in (0.0, 1.0):
-            for kappa, budget in BUDGETS:
-                round_ = mirror_of(replace(ask, rows=budget), kappa, HALF)
-                llm = LLM(ask.model, drafter=drafter_of(ask), round=round_, share=base, **ask.llm)
-                heard = listen(llm, prompts_of(ask, llm, task), ask, temperature)
-                drafted = fmean(times.nodes for times, verdicts in heard.steps if any(v.told for v in verdicts))
-                found: dict[str, Any] = {"task": task, "temperature": temperature, "kappa": kappa, "rows": budget}
-                found["drafted"] = drafted
-                found |= after_the_verdict(heard.verdicts)
-                shares = (f"{found[name]:.2f}" for name in ("fallbacks", "left", "wanted"))
-                rows.append([task, f"{temperature:g}", str(kappa), str(budget or "all"), f"{drafted:.1f}", *shares])
-                values.append(found)
-    yield Table(
-        title=f"Branches of unequal depth, {ask.exit_words}",
-        head=(
-            "task",
-            "T",
-            "kappa",
-            "rows",
-            "drafted a step",
-            "fallbacks",
-            "levels after the verdict",
-            "levels of a window",
-        ),
-        parts={"": rows},
-        values={"runs": values, "gamma": ask.gamma},
-        remarks=[
-            f"windows of {ask.gamma}, all requests of a task in one batch: drafted tokens are those of all of them",
-            "levels after the verdict: what is left to draft of the next window, on the critical path; with fallbacks",
-        ],
-    )
-
-
-def after_the_verdict(verdicts: Sequence[WindowVerdict]) -> dict[str, Any]:
-    """Fallbacks of a verdict, and levels of the next window: those left after it, and all."""
-    by_key: dict[int, list[WindowVerdict]] = {}
-    for verdict in verdicts:
-        by_key.setdefault(verdict.key, []).append(verdict)
-    pairs = [(one, two) for own in by_key.values() for one, two in pairwise(own) if one.told]
-    return {
-        "verdicts": len(pairs),
-        "fallbacks": fmean(not one.reused for one, _ in pairs),
-        "left": fmean(max(0, len(two.window) - one.prepared) for one, two in pairs),
-        "wanted": fmean(len(two.window) for _, two in pairs),
-    }
 
 
 @study.figure(takes=("draft", "gamma"), tasks=OWN, **COUNTS)

@@ -391,7 +391,7 @@ def _both(ask: MirrorFlags) -> list[Entry]:
     return entries
 
 
-BOTH = ("draft", "draft_times", "streams", "candidates", "gamma", "heads", "rows")
+BOTH = ("draft", "draft_times", "streams", "candidates", "gamma", "heads")
 
 
 @study.figure(takes=BOTH, **STRETCHED, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)

@@ -25,7 +25,8 @@ from paceline.model.decoder import Decoder
 from paceline.model.families import DecoderConfig, decoder_config
 from paceline.model.parallel import Ranks
 from paceline.papers.mirror.tracks import Tracks, track_share
-from paceline.train.recipes.distillation import ModelShape, TracksOptions
+from paceline.papers.mirror.tracks_training import TracksOptions
+from paceline.train.recipes.distillation import ModelShape
 
 ALPHAS_MS = (0.01, 0.03, 0.1, 0.3, 1.0)
 WORD_MS = 3.2e-6  # 4 bytes at 10 Gbit/s

@@ -14,6 +14,7 @@ from kit.clock import VIRTUAL, VirtualClock
 from kit.links import Link
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Options, Study, asked
+from kit.ticks import watch_ticks
 from kit.timeline import Span
 from kit.virtual_stages import Frames, VirtualSessions, VirtualStages
 
@@ -51,7 +52,6 @@ FREE = Link()
 ROW = 8192 * 2  # bytes of a row's states on a link: Llama 70B's (section 4.2: 16 KiB a token)
 ETHERNET = Link(latency_ms=1.0, gbit_per_s=10.0)  # "10 GbE with millisecond-level latency" (section 4.2)
 OWN = ("draft", "stages", "width", "children")  # options that figures look at
-TREE = "1x1x3x1x1x1x1x1"  # of SpecInfer (section 4)
 HOW = f"{VIRTUAL}: tokens, trees and pruning are real, times are those that stages, link and source are given"
 ASSUMED = (
     f"assumed: {STAGE_MS:.1f} ms a stage up to {LEAP} rows (the paper's plain pipeline), then what an RTX 3090's "
@@ -310,8 +310,7 @@ def decode(
             stage_line,
             lambda sessions: VirtualSessions(clock, sessions, draft_s, stage_line.timeline),
         )
-        ticks: list[Tick] = []
-        round_.on_tick = ticks.append
+        ticks = watch_ticks(round_)
         engine = engine_over(ask, round_, pool, together)
         live = [engine.live[engine.submit(ids, params)].sequences[0] for ids, params in jobs]
         times: list[list[float]] = [[] for _ in live]

@@ -17,6 +17,7 @@ from kit.figures import Panel, Series
 from kit.grid import apart
 from kit.study import Table
 from kit.synthetic import write_answers
+from kit.ticks import watch_ticks
 
 from paceline import LLM
 from paceline.api.assembly.engine import load_target
@@ -75,8 +76,8 @@ def ran(ask: PipeFlags, way: str, found: Sequence[Sequence[int]], answers: str) 
     llm = LLM(ask.model, dtype=ask.dtype, max_sequences=1, kv_memory="1GiB", **options)
     round_: Any = llm.engine.round
     ticks: list[Any] = []
-    if hasattr(round_, "on_tick"):
-        round_.on_tick = ticks.append
+    if hasattr(round_, "tick"):
+        watch_ticks(round_, ticks.append)
     tokens = ask.max_new_tokens or 0
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     llm.generate({"prompt_token_ids": [*found[0]]}, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))

@@ -10,6 +10,7 @@ from typing import Any
 from kit import figures, timeline
 from kit.clock import VIRTUAL
 from kit.figures import Panel, Series
+from kit.static_tree import StaticTreeConfig
 from kit.study import Table
 
 from paceline.papers.specpipe.config import PipelineConfig
@@ -18,7 +19,6 @@ from specpipe_parts.common import (
     HOW,
     OWN,
     STAGE_MS,
-    TREE,
     Evenly,
     PipeFlags,
     decode,
@@ -206,9 +206,9 @@ WAYS = ("SpecPipe", "SpecInfer")
 
 def way(ask: PipeFlags, name: str, layers: str) -> PipelineConfig:
     """A method in the same stages."""
-    return (
-        levels(ask, layers=layers) if name == WAYS[0] else PipelineConfig(stages=ask.stages, tree=TREE, layers=layers)
-    )
+    if name == WAYS[0]:
+        return levels(ask, layers=layers)
+    return StaticTreeConfig(stages=ask.stages, layers=layers)
 
 
 @study.figure(takes=(*OWN, "measured"), tasks="sql,e2e,gsm8k", prompts=2, max_new_tokens=32)

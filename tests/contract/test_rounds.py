@@ -16,7 +16,6 @@ CASES: dict[str, dict[str, Any]] = {
     "mirror": {"drafter": "draft_model,depth=3"},
     "mirror,policy=plain": {"drafter": "draft_model,depth=3"},
     "pipeline,stages=2": {"drafter": "draft_model"},
-    "pipeline,stages=3,tree=1x1x3x1x1": {"drafter": "draft_model"},
 }
 KINDS = pytest.mark.parametrize("kind", CASES)
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from kit.ticks import watch_ticks
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.api.config import LLMConfig
@@ -124,7 +125,7 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
         (signal.SIGSTOP, [stage], "hangs: "),
     ):
         ticks: list[Any] = []
-        round_.on_tick = lambda tick, t=ticks, n=number, w=workers: kill(t, n, w)  # type: ignore[attr-defined]
+        watch_ticks(round_, lambda tick, t=ticks, n=number, w=workers: kill(t, n, w))
         assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
         assert f"worker stage 0 (pid {sent[-len(workers)]} on {stage.host}) {said}" in stage_line.faults[-1]
     assert len(stage_line.faults) == 2 and round_.failure is None
@@ -134,14 +135,13 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
 def straight(cluster: Any, wanted: list[list[int]]) -> None:
     """Frames from stage to stage, each stage in two ranks; a stage is killed."""
     llm = on(cluster, pipeline=3, tensor_parallel=2, exact=True)
-    stage_line, ticks = llm.engine.round.stage_line, list[Any]()  # type: ignore[attr-defined]
+    stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
 
     def on_tick(tick: Any) -> None:
-        ticks.append(tick)
         if len(ticks) == 8:
             os.kill(stage_line.workers[1].pid, signal.SIGKILL)
 
-    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    ticks = watch_ticks(llm.engine.round, on_tick)
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
     assert len(stage_line.faults) == 1 and "worker stage 1" in stage_line.faults[0]
 

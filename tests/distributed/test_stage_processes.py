@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.ticks import watch_ticks
 from kits import stage
 from kits.stage import CONFIG, engine_over, part, pool_of, split
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
@@ -68,13 +69,12 @@ class Killer:
         self._look = stage_line.look
         stage_line.look = self.look  # type: ignore[method-assign]
 
-    def on_tick(self) -> None:
+    def on_tick(self, tick: object) -> None:
         self.ticks += 1
-        if (order := self.left.pop(self.ticks, None)) is not None:
-            index, number = order
-            pid = self.workers[index].pid or 0
-            os.kill(pid, number)
-            self.sent.append((index, pid, time.monotonic()))
+        if order := self.left.pop(self.ticks, None):
+            pid = self.workers[order[0]].pid or 0
+            os.kill(pid, order[1])
+            self.sent.append((order[0], pid, time.monotonic()))
 
     def look(self) -> None:
         try:
@@ -102,7 +102,7 @@ def test_processes_that_are_killed_and_stopped_are_named_in_time_and_change_no_t
     assert sum(tick.hits for tick in ticks) > 10 and stage_line.faults == []
 
     killer = Killer(workers, stage_line)
-    engine.round.on_tick = lambda tick: killer.on_tick()  # type: ignore[attr-defined]
+    watch_ticks(engine.round, killer.on_tick)
     assert ids(run(engine, jobs)) == expected
     whys = "died: killed by SIGKILL", "died: killed by SIGKILL", "hangs: "  # no sign of life, or too long at a frame
     assert not killer.left and len(killer.named) == 3

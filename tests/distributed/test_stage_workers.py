@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from kit.ticks import watch_ticks
 from kits.native import needs_kernels
 from kits.stage import CONFIG, LAYERS, over_threads
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
@@ -46,8 +47,7 @@ def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int) -> None
         engine, stage_line, ticks = over_threads(stages, drafter())
         assert ids(run(engine, jobs)) == plain(jobs)
         here = assemble(drafter(), round=f"pipeline,stages={stages}", decoder=DECODER)
-        others: list[Any] = []
-        here.round.on_tick = others.append  # type: ignore[attr-defined]
+        others = watch_ticks(here.round)
         (output,) = run(here, jobs)
         assert [(t.entered, t.said, t.hits) for t in ticks] == [(t.entered, t.said, t.hits) for t in others]
         assert engine.pool.idle and not engine.round.busy and engine.round.failure is None and stage_line.faults == []

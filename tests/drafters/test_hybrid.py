@@ -35,7 +35,7 @@ def bound(drafter: Hybrid, sequences: int = 4, tokens: int = 2000) -> Hybrid:
 def told(drafter: Hybrid, sequence: Sequence, new: list[int], accepted: int) -> None:
     """What a round tells the drafter after a step."""
     sequence.tokens += new
-    drafter.observe(StepFeatures([sequence], [new], [accepted], [[*range(1, accepted + 1)]]))
+    drafter.observe(StepFeatures([sequence], [new]))
 
 
 class Rule:

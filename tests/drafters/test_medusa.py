@@ -103,7 +103,7 @@ def test_the_compiled_call_says_what_its_parts_say(kind: str, own: bool, propose
     for seen in views:
         shown = states(decoder, seen.tokens[:-1] or [3])[-1]
         seen.tokens[:] = seen.tokens if len(seen.tokens) > 1 else [3, *seen.tokens]
-        drafter.observe(StepFeatures([seen], [[]], [0], [[]], {-1: shown}, [slice(0, len(shown))], [0]))
+        drafter.observe(StepFeatures([seen], [[]], {-1: shown}, [slice(0, len(shown))], [0]))
 
     def levels(some: list[Any]) -> list[Any]:
         return best_levels([*zip(some, drafter._said(some), strict=True)], drafter._k, proposes == "coupled")
@@ -122,7 +122,7 @@ def test_the_compiled_call_says_what_its_parts_say(kind: str, own: bool, propose
 
 def told(drafter: MedusaDrafter, seen: Any, first: int, count: int) -> None:
     values = torch.arange(first, first + count, dtype=torch.float64)[:, None].expand(-1, CONFIG.d_model)
-    drafter.observe(StepFeatures([seen], [[]], [0], [[]], {-1: values}, [slice(0, count)], [first]))
+    drafter.observe(StepFeatures([seen], [[]], {-1: values}, [slice(0, count)], [first]))
 
 
 def bound(**options: Any) -> MedusaDrafter:

@@ -86,7 +86,7 @@ def streams_rig(**options: Any) -> tuple[Any, Callable[[Sequence, LevelScores], 
     drafter = streams(k=K, nodes=10, **options)
 
     def tell(seen: Sequence, said: LevelScores) -> None:
-        drafter.observe(StepFeatures([seen], [[seen.tokens[-1]]], [0], [[]], levels=[said]))
+        drafter.observe(StepFeatures([seen], [[seen.tokens[-1]]], levels=[said]))
 
     return drafter, tell
 
@@ -101,7 +101,7 @@ def medusa_rig(**options: Any) -> tuple[Any, Callable[[Sequence, LevelScores], N
             native=None if isinstance(said, Tensor) else short, logits=lambda states: [said]
         )
         shown = {-1: torch.zeros(1, 4)}
-        drafter.observe(StepFeatures([seen], [[]], [0], [[]], shown, [slice(0, 1)], [len(seen.tokens) - 2]))
+        drafter.observe(StepFeatures([seen], [[]], shown, [slice(0, 1)], [len(seen.tokens) - 2]))
 
     return drafter, tell
 

@@ -110,7 +110,8 @@ class Twin:
 def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
     draw = random.Random(3)
     drafter, served = sessions(proposes="coupled")
-    served.look_ups = LookUps({0: Knowing()}, math.log(0.8)) if looks_up else None
+    if looks_up:
+        served.look_ups = LookUps({0: Knowing()}, math.log(0.8))
     opened = [opening(key, PROMPT[: 5 + 7 * key], params) for key in range(2)]
     twins = {one.key: Twin(drafter, one, looks_up) for one in opened}
     for one in opened:

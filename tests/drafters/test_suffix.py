@@ -91,7 +91,7 @@ def test_chain_follows_the_most_frequent_continuation(tokens, max_match, min_mat
 
 def finish(drafts: SuffixDrafter, output: list[int], prompt: tuple[int, ...] = (), key: int = -1) -> None:
     seq = view([*prompt, *output], key, len(prompt))
-    drafts.observe(StepFeatures([seq], [output], [0], [[]]))
+    drafts.observe(StepFeatures([seq], [output]))
     drafts.release([key])
 
 
@@ -154,7 +154,7 @@ def test_compiled_look_ups_are_those_of_the_long_way(moves, numbers, min_prob):
     for key, tokens, ends in moves:
         views[key].tokens.extend(tokens)
         for each in (fast, slow):
-            each.observe(StepFeatures(views[:2], [[], []], [0, 0], [[], []]))
+            each.observe(StepFeatures(views[:2], [[], []]))
         rows = [(v, 1 + (len(v.tokens) + key) % 9, depth - (len(tokens) + v.key) % 4) for v in views]
         found, wanted = fast.draft(requested(rows)), slow.draft(requested(rows))
         assert found == wanted

@@ -18,7 +18,7 @@ from paceline.runtime.engine_worker import SERVED
 from paceline.weights import zoo
 
 MODEL, DRAFT = "paceline-small", "paceline-small-draft"
-STATES = "hybrid:suffix+eagle:paceline-small-eagle"  # it drafts from the target's states
+STATES = "hybrid:suffix+medusa:paceline-small-medusa"  # it cannot draft ahead
 REPEATS = "def add(a, b):\n    return a + b\n\n\n" * 4
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
@@ -74,7 +74,7 @@ def test_the_round_chooses_among_those_that_it_can_run_and_says_so(
     with caplog.at_level(logging.WARNING):
         llm = LLM(MODEL, drafter="auto", round=round_, threads=1)
     assert llm.config.drafter == "suffix" and llm.engine.round.name == round_
-    assert f"{STATES!r}, the default of this model, cannot be used here: hybrid drafts from the target's" in caplog.text
+    assert f"{STATES!r}, the default of this model, cannot be used here: hybrid cannot draft below" in caplog.text
     assert "The drafter 'suffix' is used instead." in caplog.text
     stats = llm.generate(REPEATS, GREEDY)[0].stats
     assert stats.accepted > 0 and stats.off_reason is None

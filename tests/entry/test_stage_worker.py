@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ticks import watch_ticks
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.api.assembly.engine import load_target
@@ -113,7 +114,7 @@ def test_processes_give_the_answers_of_one() -> None:
         if len(ticks) == 12:
             os.kill(source.pid, signal.SIGKILL)
 
-    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    watch_ticks(llm.engine.round, on_tick)
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected
     assert (
         "stage 0" in stage_line.faults[0]
@@ -143,7 +144,7 @@ def test_stages_of_ranks_give_the_answers_of_one_process() -> None:
             )
             os.kill(int(rank), signal.SIGKILL)
 
-    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    watch_ticks(llm.engine.round, on_tick)
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected
     (fault,) = stage_line.faults
     assert fault.startswith("worker stage 0: worker rank 1 ") and "killed by SIGKILL" in fault

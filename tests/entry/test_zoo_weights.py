@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.mirror_watch import watch
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.api.assembly.drafting import drafter_of
@@ -69,20 +70,14 @@ def test_everywhere(llm: LLM) -> None:
 
 def test_the_zoos_exits_are_the_mirror_rounds(llm: LLM) -> None:
     """Where they lie behind these layers; more outcomes are then prepared for than with the target's own head."""
-    reused = {}
+    reused, texts = {}, ["SELECT name FROM", "The sea", "def f(x):", '{"name": "', "Once upon a time", "User: What is"]
     for options, trained in (("", True), (",exit=5", False), (",heads=own", False)):
         given = {"drafter": "draft_model", "round": f"mirror,kappa=1{options}", "share": llm, "budget": 4}
         mirror, counts = LLM(MODEL, **given, threads=1, max_model_len=256), list[int]()
         round_: Any = mirror.engine.round
-        round_.watch = lambda *_, counts=counts: lambda _, branches, __: counts.append(len(branches))
+        watch(round_, lambda verdict, counts=counts: counts.append(verdict.reused))
         assert (round_.exit.heads is not None) == trained
-        prompts = [
-            "SELECT name FROM",
-            "The sea",
-            "def add(a, b):",
-            "name[The Eagle], food[",
-        ]  # a text alone may go either way
-        mirror.generate(prompts, SamplingParams(temperature=0, max_tokens=48))
+        mirror.generate(texts, SamplingParams(temperature=0, max_tokens=64))
         reused[options] = sum(counts)
     assert reused[""] > reused[",heads=own"], reused
 

@@ -268,7 +268,6 @@ GUESTS: dict[str, Guest] = {
     ),
     "pipeline": replace(_model(depth=3, noise=0.06), round="pipeline,stages=3,width=4,children=3"),
     "pipeline_shared": replace(_model(depth=3), round="pipeline,stages=2,width=6,children=2,rows=5"),
-    "pipeline_tree": replace(_model(depth=3), round="pipeline,stages=2,tree=1x2x1"),
     "pipeline_hybrid": replace(_hybrid(f"{LOOKUP}+{MODEL}"), round="pipeline,stages=2,width=3,children=2"),
     "chain_streams": _streaming(depth=4),
     "mirror_streams": replace(_streaming(depth=4), round="mirror,kappa=4,exit=1/2"),

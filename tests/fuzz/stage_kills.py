@@ -28,6 +28,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from kit.ticks import watch_ticks
+
 from paceline import LLM, SamplingParams  # noqa: E402
 from paceline.runtime.remote import Remote  # noqa: E402
 
@@ -84,15 +86,12 @@ class Killed:
         self.plain = LLM(MODEL, threads=1, kv_memory="64MiB", max_sequences=4)
         self.split = LLM(MODEL, **{**OPTIONS, **options})
         self.round: Any = self.split.engine.round
-        self.round.on_tick = self._note
-        self.said: list[float] = []  # when tokens were said ..
-        self.hits: list[float] = []  # .. and when some of them were in flight
+        watch_ticks(self.round, self._note)
+        self.said, self.hits = list[float](), list[float]()  # when tokens were said, and when some were in flight
 
     def _note(self, ticked: Any) -> None:
-        if ticked.said:
-            self.said.append(monotonic())
-        if ticked.hits:
-            self.hits.append(monotonic())
+        self.said += [monotonic()] * bool(ticked.said)
+        self.hits += [monotonic()] * bool(ticked.hits)
 
     @property
     def workers(self) -> list[Remote]:

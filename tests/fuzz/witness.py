@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from kit.ticks import watch_ticks
+
 from paceline.draft.base import DraftRule
 from paceline.engine.base import StepResult, Work
 from paceline.engine.engine import Engine
@@ -26,7 +28,7 @@ class Witness:
         """See every step of ``engine``, and every verdict on a tree."""
         round_: Any = engine.round
         if isinstance(round_, PipelineRound):
-            round_.on_tick = self._saw_tick
+            watch_ticks(round_, self._saw_tick)
             return
         step, emit = round_.step, round_.emitter.emit
         paths: dict[int, int] = {}

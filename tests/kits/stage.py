@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import zmq
+from kit.ticks import watch_ticks
 
 from kits.tiny import TOY_TEXTS, tiny_config, tiny_weights
 from paceline.engine.base import RoundParts
@@ -149,8 +150,7 @@ def engine_over(
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
     round_ = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)
-    ticks: list[Tick] = []
-    round_.on_tick = ticks.append
+    ticks = watch_ticks(round_)
     limits = EngineLimits(vocab_size=CONFIG.vocab_size, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
     scheduler = SchedulerConfig(max_sequences=64, max_batch_rows=max_batch_rows)
     budget = FixedBudget(size=8 if drafter is not None else 0, why="" if drafter is not None else "no drafter")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from kit.ticks import watch_ticks
 from kits.medusa import medusa, taught_heads
 from kits.spire import spire
 from kits.state import eagle, lyanna
@@ -529,7 +530,6 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "pipeline_suffix": lambda cases: SuffixConfig(depth=6),
     "pipeline_hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "pipeline_shared": _model(depth=4, noise=0.08),
-    "pipeline_tree": _model(depth=4),
     "chain_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=4),
     "mirror_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=3),
     "lyanna_extra_pass": _lyanna(nodes=24, extra=24, resample="alone"),
@@ -549,7 +549,6 @@ ROUNDS = {  # else the drafter's
     "pipeline_suffix": "pipeline,stages=3,width=2,children=2",
     "pipeline_hybrid": "pipeline,stages=2,width=4,children=2",
     "pipeline_shared": "pipeline,stages=3,width=6,children=2,rows=5",
-    "pipeline_tree": "pipeline,stages=2,tree=1x1x3x1x1x1x1x1",
     "pipeline_normed": "pipeline,stages=3,width=6,children=3",
 }
 TARGETS = {name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in name} | {
@@ -655,7 +654,8 @@ class Witness:
                 if met:
                     self.marks.add(mark)
 
-        round_.step, round_.on_tick = watched_step, ticked  # type: ignore[method-assign]
+        round_.step = watched_step  # type: ignore[method-assign]
+        watch_ticks(round_, ticked)
 
     def _saw_token(self, sequence: Sequence, drafts: bool) -> None:
         params = sequence.params

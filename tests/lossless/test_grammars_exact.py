@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from kit.ticks import watch_ticks
 from kits.grammars import SCHEMA
 
 from paceline import LLM, SamplingParams
@@ -88,7 +89,7 @@ def test_rounds_that_draft_ahead_need_no_more_passes(plain: LLM, drafter: str) -
     for name in ("serial", "mirror", "pipeline,stages=2"):
         drafting = LLM("paceline-small", drafter=drafter, round=name, budget=8, exact=True, share=plain)
         if isinstance(drafting.engine.round, PipelineRound):
-            drafting.engine.round.on_tick = ticks.append
+            watch_ticks(drafting.engine.round, ticks.append)
         [found] = drafting.generate(PROMPTS[:1], SamplingParams(max_tokens=60, grammar=GRAMMAR, temperature=0))
         assert found.outputs[0].token_ids == ids(plain, PROMPTS[:1], temperature=0)[0]
         passes[name], count = found.stats.passes, len(found.outputs[0].token_ids)

@@ -28,7 +28,6 @@ DRAFTS: dict[str, tuple[Any, str]] = {  # drafter and round
     "none": (lambda: None, "pipeline"),
     "model": (lambda: draft_model(noise=0.05, target={"config": CONFIG}), "pipeline,width=4,children=2"),
     "ngram": (lambda: NgramConfig(depth=5).build(CONTEXT), "pipeline,width=4,children=4"),
-    "tree": (lambda: draft_model(noise=0.05, target={"config": CONFIG}), "pipeline,tree=1x1x3x1"),
 }
 FULL = [(s, r) for s in (1, 2, 4) for r in (1, 2, 4)]
 

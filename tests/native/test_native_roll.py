@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from kits.draft import paths_of
 
 from paceline import kernels
 from paceline.api.llm import LLM
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.draft.base import DraftRequest
 from paceline.draft.draft_model import DraftModel
-from paceline.draft.proposal import Proposal
+from paceline.draft.proposal import Proposal, to_tree
 from paceline.kernels.drafts import ChainStart, TreeStart, grow, roll
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.model.decoder import Decoder
@@ -172,8 +173,7 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
     assert len(calls) == len(found[True]) == len(found[False])
     for mine, oracle in zip(found[True], found[False], strict=True):
         for tree, wanted in zip(mine, oracle, strict=True):
-            assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
-            assert tree.log_scores == pytest.approx(wanted.log_scores, abs=1e-3)
+            assert paths_of(to_tree([0], [tree])) == pytest.approx(paths_of(to_tree([0], [wanted])), abs=1e-3)
     assert any(len({*tree.parents}) < len(tree.parents) for step in found[True] for tree in step)
 
 

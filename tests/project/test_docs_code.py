@@ -53,7 +53,7 @@ def test_page_shows_part_of_the_example():
 def test_the_drafter_learns_and_keeps_to_its_limits(example):
     drafter = registry.build(registry.parse("follower,depth=3"))
     served = view([1, 2, 3, 4, 5, 6], key=1)
-    drafter.observe(StepFeatures([served], [[6]], [0], [[]]))
+    drafter.observe(StepFeatures([served], [[6]]))
     views = [view([9, 1, 2]), view([1, 2]), view([7]), view([2, 3])]
     tree = drafter.propose(DraftRequest(views, [8, 2, 8, 0], [3] * 4))
     tree.check()

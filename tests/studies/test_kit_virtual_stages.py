@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kit.clock import VirtualClock
+from kit.ticks import watch_ticks
 from kit.virtual_stages import VirtualSessions, VirtualStages
 from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 
@@ -80,8 +81,7 @@ def decode(
 
     parts = RoundParts(target=DECODER, pool=pool, drafter=drafter)  # type: ignore[arg-type]
     round_ = config.over(parts, stage_line, going)
-    ticks: list[Tick] = []
-    round_.on_tick = ticks.append
+    ticks = watch_ticks(round_)
     limits = EngineLimits(vocab_size=VOCAB, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
     engine = Engine(round_, pool, limits, SchedulerConfig(), FixedBudget(size=1), TOY_TEXTS, {})
     (output,) = run(engine, [(PROMPT, replace(PARAMS, max_tokens=tokens))])

@@ -70,19 +70,19 @@ class DraftRule(Protocol):
     """What a node must be worth, and which source of several is worth asking; see `engine.auto`."""
 
     def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
-        """Indices of the sequences to ask a source for, given each one's chance of having the next token already."""
+        """Return indices of the sequences to ask a source for, given each one's chance of having a next token."""
 
     def record_cost(self, source: int, passes: int, ms: float) -> None:
         """Learn the time of the last call of a source, and how many passes its network took."""
 
     def first(self, source: int, view: Sequence, log_scores: abc.Iterable[float]) -> float:
-        """The chance that one of a source's first tokens is right, from its own log scores of them."""
+        """Return the chance that one of a source's first tokens is right, from its own log scores of them."""
 
     def level_chance(self, source: int, count: int) -> float:
-        """The chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
+        """Return the chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
 
     def select(self, views: abc.Sequence[Sequence], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
-        """The nodes to check, of a proposal that took so many passes (`DraftRequest.passes`); None: none."""
+        """Return the nodes to check, of a proposal that took so many passes (`DraftRequest.passes`); None: none."""
 
 
 @dataclass(slots=True)
@@ -119,8 +119,6 @@ class StepFeatures:
 
     sequences: abc.Sequence[Sequence]  # [B] sequences that had rows in the pass
     committed: abc.Sequence[abc.Sequence[int]]  # [B] tokens that this pass committed as output; none in mid-prefill
-    num_accepted: abc.Sequence[int]  # [B] drafted tokens accepted, after the stop rules' cut
-    paths: abc.Sequence[abc.Sequence[int]]  # [B] accepted nodes, root excluded
     hidden: abc.Mapping[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]; read only
     # [B] rows of `hidden` that belong to each sequence, of consecutive positions; none where no draft will follow.
     # Tokens whose K/V was found in the cache are in none: see `DrafterSpec.past`
@@ -143,7 +141,7 @@ class Drafter:
     _lengths: dict[int, int]  # sequence -> tokens that its own session knows
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Called once, before the first request: check the target, load weights, allocate caches.
+        """Check the target, load weights, allocate caches: called once, before the first request.
 
         Args:
             target: the target's shape and context.
@@ -153,11 +151,12 @@ class Drafter:
         """
 
     def observe(self, step: StepFeatures) -> None:
-        """Called after every target forward pass, where `DrafterSpec.observes`."""
+        """Learn from a target forward pass, where `DrafterSpec.observes`: called after each."""
 
     def sessions(self, rows: int) -> DraftSessions:
-        """Sessions that draft from tokens alone, where `DrafterSpec.ahead`. Called once, after `bind`; rounds that use
-        them call neither `propose` nor `observe`.
+        """Return sessions that draft from tokens alone, where `DrafterSpec.ahead`.
+
+        Called once, after `bind`; rounds that use them call `observe` where there are taps, and never `propose`.
 
         Args:
             rows: drafted nodes that a sequence may hold at once.
@@ -184,22 +183,26 @@ class Drafter:
         return to_tree(want.roots(), self.draft(want), trusted=self.trusted)
 
     def release(self, keys: abc.Sequence[int]) -> None:
-        """Called when sequences end or are preempted: drop all state about them."""
+        """Drop all state of sequences that ended or were preempted."""
         if self.own_sessions is not None:
             for key in keys:
-                if self._lengths.pop(key, None) is not None:
-                    self.own_sessions.close(key)
+                self._lengths.pop(key, None)
+                self.own_sessions.close(key)
 
     def forget(self) -> None:
-        """Drop what is kept of requests that have ended: outputs, K/V of prompts, statistics; what belongs to running
-        sequences stays. Called before a prompt is asked that may have been asked before, so that what is timed does not
-        depend on that: see `LLM.forget`."""
+        """Drop what is kept of requests that have ended: outputs, K/V of prompts, statistics.
+
+        What belongs to running sequences stays. Called before a prompt that may have been answered before, so that what
+        is timed does not depend on that: see `LLM.forget`.
+        """
         if self.own_sessions is not None:
             self.own_sessions.forget()
 
     def expect(self, asked: abc.Mapping[int, bool]) -> None:
-        """Called before a pass, where `DrafterSpec.in_pass`, by a drafter that asks this one: by key whether it asks
-        for the sequence in the next step. Until then it may ask for any."""
+        """Note, by key, whether the drafter that asks this one asks for a sequence in the next step.
+
+        Called before a pass, where `DrafterSpec.in_pass`. Until then it may ask for any.
+        """
 
     def idle_reason(self, view: Sequence) -> str | None:
         """Return why nothing more is drafted for a sequence; None: this drafter has no reason of its own."""

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from functools import reduce
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
@@ -34,11 +32,10 @@ from ..model.hot import load_hot
 from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
-from .model_sessions import Expansion, ModelSessions
+from .model_sessions import ModelSessions
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
-from .sessions import ROOT
 
 if TYPE_CHECKING:
     from ..model.decoder import Decoder, TargetInfo
@@ -132,7 +129,7 @@ class DraftModel(Drafter):
     """
 
     trusted = True
-    own_sessions: ModelSessions | None = None  # texts and K/V of the sequences that it proposes for
+    model: ModelSessions  # texts and K/V of the sequences that it proposes for
 
     def __init__(self, config: DraftModelConfig, loaded: Any) -> None:
         self.config = config
@@ -147,6 +144,7 @@ class DraftModel(Drafter):
             default_budget=config.num_nodes,
             context=self.decoder.config.max_position,
             ahead=config.proposes != "sampled",
+            ahead_levels=len(config.factors),
             observes=False,
             tree=not config.is_chain,
         )
@@ -161,18 +159,14 @@ class DraftModel(Drafter):
         check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
         self._vocab, self._eos_ids = target.vocab_size, target.eos_ids
         self._size = max_sequences, pool_tokens, device
-        self.own_sessions, self._lengths = self._make(self.config.num_nodes), {}
-
-    @property
-    def model(self) -> ModelSessions:
-        """Texts and K/V of the sequences that it proposes for."""
-        assert self.own_sessions is not None, "bind comes before propose, and `sessions` stand in its place"
-        return self.own_sessions
+        self.own_sessions = self.model = self._make(self.config.num_nodes)
+        self._lengths = {}
 
     def sessions(self, rows: int) -> ModelSessions:
         """See `Drafter`: over K/V of their own."""
         assert self._vocab and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         self.own_sessions = None
+        del self.model
         return self._make(rows)
 
     def _make(self, rows: int) -> ModelSessions:
@@ -180,21 +174,13 @@ class DraftModel(Drafter):
         return ModelSessions(*self._parts(rows))
 
     def _parts(self, rows: int, scratch: int = 0) -> tuple[Any, ...]:
-        """Return the arguments of `ModelSessions`, with K/V for texts as long as the target's, so many drafted rows of
-        each sequence and scratch slots."""
+        """Return the arguments of `ModelSessions`, with room for texts, drafted rows and scratch slots."""
         sequences, tokens, device = self._size
         shape, total = self.decoder.cache_shape, tokens + sequences * (rows + 32)
         pool = KVPool(*shape, total, self.decoder.dtype, device, scratch_slots=scratch)
         if self.decoder.ranks is not None and self.decoder.ranks.line is not None:
             self.decoder.ranks.line.follow(pool)
         return self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
-
-    def release(self, keys: abc.Sequence[int]) -> None:
-        """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
-        if self.own_sessions is not None:
-            for key in keys:
-                self._lengths.pop(key, None)
-                self.own_sessions.close(key)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
@@ -206,7 +192,7 @@ class DraftModel(Drafter):
         if able and stack is not None and compiles(able, self.config.proposes):
             (self._roll if self.config.is_chain else self._sprout)(able, stack)
         else:
-            self._grower.grow(able, self._forward)
+            self._grower.grow(able, self.model.logits_after)
         # Of a dynamic tree the best nodes: a node's score is never above its parent's.
         return [g.draft.best(g.budget) if self.config.topk > 1 else g.draft for g in growths]
 
@@ -225,7 +211,7 @@ class DraftModel(Drafter):
             self.model.computed(growth.sequence, growth.draft, len(drafted) - 1)
 
     def _sprout(self, growths: abc.Sequence[Growth], stack: Stack) -> None:
-        """The same for trees."""
+        """Grow trees in one compiled call."""
         config, seeds = self.config, []
         for growth in growths:
             cache, tokens = self.model.follow(growth.sequence).cache, growth.sequence.tokens
@@ -240,24 +226,8 @@ class DraftModel(Drafter):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
             self.model.computed(growth.sequence, growth.draft, tree.forwarded)
 
-    def _forward(self, growths: abc.Sequence[Growth]) -> Tensor:
-        """K/V and logits [frontier nodes of all, V] of the next level."""
-        parts = []
-        for growth in growths:
-            session = self.model.follow(growth.sequence)
-            if growth.frontier == [0]:
-                session.cache.reserve(session.pending)
-                parts.append(Expansion(session, [ROOT], []))
-            else:
-                growth.compact()
-                session.cache.reserve(len(growth.frontier))  # in blocks that are there
-                tokens = [[growth.token(above) for above in growth.path(node)] for node in growth.frontier]
-                nodes = [reduce(session.add, path, ROOT) for path in tokens]
-                parts.append(Expansion(session, nodes, nodes))
-        return self.model.compute(parts)
-
     def _start(self, view: Sequence, budget: int, max_depth: int) -> Growth:
-        """A tree that is still empty; its budget is 0 where the target goes on alone."""
+        """Return a tree that is still empty; its budget is 0 where the target goes on alone."""
         session = self.model.follow(view)
         growth = Growth(view, 0, self._depth(view, max_depth))
         if not self.model.reads(session):

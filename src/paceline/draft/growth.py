@@ -3,9 +3,6 @@
 Three shapes: a chain; a static tree, with so many children a level (SpecInfer, Miao et al. 2024); a dynamic one, of the
 top-k children of the best nodes (EAGLE-2, Li et al. 2024b, section 4.1), of which `Proposal.best` keeps the best by
 cumulative probability (its re-ranking, section 4.2).
-
-K/V of a drafted node lies behind that of the text, at the node's index, so that the nodes that a pass computes must be
-the first ones of the tree: see `Growth.compact`.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import abc
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Literal
 
 import torch
@@ -22,7 +18,6 @@ from torch import Tensor
 from ..core.sequence import Sequence
 from ..core.tree import padded_paths
 from ..kv.pool import SequenceCache
-from ..model.packing import RowPacker
 from .proposal import Proposal
 
 NONE = torch.empty(0)
@@ -37,8 +32,6 @@ class Growth:
     max_depth: int
     draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
-    forwarded: int = 0  # the first so many nodes have K/V
-    states: dict[int, Tensor] = field(default_factory=dict)  # [d] what a node's row gave, where its children are fed it
     cache: SequenceCache | None = None  # the target's K/V of the text, where the target's layers draft
     logits: Tensor = NONE  # [levels, V] raw, where a whole tree is made of a draft's levels
 
@@ -77,35 +70,6 @@ class Growth:
         """Of a node; the root's is 0."""
         return len(self.path(node))
 
-    def compact(self) -> None:
-        """The frontier gets K/V: move it in front of the nodes that will never be expanded.
-
-        A node's K/V slot is its index, so the forwarded nodes must be the first ones.
-        """
-        done, old = self.forwarded, self.draft
-        if self.frontier == [*range(done + 1, len(old) + 1)]:
-            self.forwarded = len(old)
-            return
-        rest = set(range(done + 1, len(old) + 1)) - set(self.frontier)
-        order = [*range(1, done + 1), *self.frontier, *sorted(rest)]
-        moved = {0: 0} | {node: new for new, node in enumerate(order, start=1)}
-        self.draft = Proposal(
-            tokens=[old.tokens[node - 1] for node in order],
-            parents=[moved[old.parents[node - 1]] for node in order],
-            log_scores=[old.log_scores[node - 1] for node in order],
-            q={moved[node]: row for node, row in old.q.items()},
-        )
-        self.frontier = [moved[node] for node in self.frontier]
-        self.forwarded = done + len(self.frontier)
-
-    def visible(self) -> Tensor:
-        """[frontier, forwarded] bool: each frontier node's ancestors and itself."""
-        mask = torch.zeros(len(self.frontier), self.forwarded, dtype=torch.bool)
-        rows = [i for i, node in enumerate(self.frontier) for _ in self.path(node)]
-        columns = [n - 1 for node in self.frontier for n in self.path(node)]
-        mask[rows, columns] = True
-        return mask
-
 
 @dataclass(frozen=True, slots=True)
 class Grower:
@@ -117,7 +81,7 @@ class Grower:
     floor: float = -math.inf  # score of a path that is expanded at least
 
     def bounded(self, floor: float) -> Grower:
-        """The same with a floor, where tokens are not drawn: whether a node is drawn must not depend on the draw."""
+        """Return the same shape with a floor, where tokens are not drawn: the draw must not decide what is drawn."""
         return replace(self, floor=-math.inf if self.proposes == "sampled" else floor)
 
     def grow(self, growths: abc.Sequence[Growth], forward: abc.Callable[[abc.Sequence[Growth]], Tensor]) -> int:
@@ -143,26 +107,17 @@ class Grower:
         """
         children = self.topk if self.topk > 1 else self.factors[level]
         scores = self._scores(growths, logits)  # [frontier nodes, V]
-        log_q = scores.log_softmax(dim=-1)
-        if children == 1:
-            best = log_q.max(dim=-1)
-            values, tokens = best.values[:, None].tolist(), best.indices[:, None].tolist()
-        else:
-            top = log_q.topk(min(children, log_q.shape[-1]), dim=-1)
-            values, tokens = top.values.tolist(), top.indices.tolist()
-        rows = zip(values, tokens, strict=True)
+        rows = iter(likeliest(scores, children))
         for growth in growths:
             fresh: list[int] = []
             # Later levels are grown only where they fit; of the first one, what fits.
             most = growth.budget if level == 0 and self.topk == 1 else children
             for node in growth.frontier:
-                for value, token in islice(zip(*next(rows), strict=True), most):
-                    if value > -math.inf:  # else a rule forbids it: fewer tokens are possible than children wanted
-                        fresh.append(growth.add(node, token, value))
+                fresh += [growth.add(node, token, log_q) for token, log_q in next(rows)[:most]]
             growth.frontier = self._next_frontier(growth, fresh, level + 1)
 
     def _scores(self, growths: abc.Sequence[Growth], logits: Tensor) -> Tensor:
-        """What children are ranked by; its softmax is the chance that a child is what the target says."""
+        """Return what children are ranked by; its softmax is the chance that a child is the target's choice."""
         if all(g.sequence.sampler.plain for g in growths) and self.proposes != "sampled":
             return logits
         parts = zip(growths, logits.split([len(growth.frontier) for growth in growths]), strict=True)
@@ -179,7 +134,7 @@ class Grower:
         return probs.log() + sampler.draft_noise(positions, growth.frontier, logits.device)
 
     def _next_frontier(self, growth: Growth, fresh: list[int], level: int) -> list[int]:
-        """The nodes worth expanding: within depth and budget, likely enough, the best few of a dynamic tree."""
+        """Return the nodes worth expanding: within depth and budget, likely enough, the best few of a dynamic tree."""
         if level >= growth.max_depth:
             return []
         if self.topk > 1:
@@ -197,26 +152,13 @@ def compiles(growths: abc.Sequence[Growth], proposes: str) -> bool:
     return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
 
 
-def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> None:
-    """The rows of the frontier's nodes, behind the K/V of the text and of the nodes before them.
+def likeliest(scores: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Return the best children of each row of ``scores`` [rows, V] and their log q, best first.
 
-    Args:
-        cache: of the sequence, from its first row on; the tree's nodes lie in its speculative region.
+    Fewer than ``count`` where rules forbid the others.
     """
-    growth.compact()
-    base, first, stop = cache.committed, growth.frontier[0], cache.committed + growth.forwarded
-    before = base - 1  # position of the root's row
-    depths = [0]  # of the nodes that have K/V and of the frontier
-    for parent in growth.draft.parents[: growth.forwarded]:
-        depths.append(depths[parent] + 1)
-    chain = len(growth.frontier) == 1 and depths[growth.frontier[0]] == growth.forwarded
-    packer.add(
-        [growth.draft.tokens[node - 1] for node in growth.frontier],
-        [before + depths[node] for node in growth.frontier],
-        slots=cache.slots(base + first - 1, stop),
-        keys=cache.slots(0, stop),
-        num_keys=stop,
-        prefix=stop - 1 if chain else base,
-        visible=None if chain else growth.visible(),
-        block_positions=None if chain else [before + depth for depth in depths[1:]],
-    )
+    log_q = scores.log_softmax(dim=-1)
+    # Of equals `topk` takes any; a chain takes the one that the drafter takes elsewhere.
+    best = log_q.max(dim=-1, keepdim=True) if count == 1 else log_q.topk(min(count, log_q.shape[-1]), dim=-1)
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] > -math.inf] for row in rows]

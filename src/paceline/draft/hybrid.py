@@ -17,14 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.sequence import Sequence
 from .base import Drafter, DrafterSpec, DraftRequest, StepFeatures
-from .draft_model import DraftModel
 from .none import NoneConfig
 from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
@@ -73,7 +72,7 @@ class HybridConfig(DrafterConfig):
         return tuple(self._read(text if _name(text) in known else f"draft_model:{text}") for text in texts)
 
     def with_weights(self, find: abc.Callable[[str], str], applied: bool = False) -> HybridConfig:
-        """The same, each part with the weights that it means; see `DrafterConfig`."""
+        """Return the same, each part with the weights that it means; see `DrafterConfig`."""
         texts = self.parts.split("+")
         if len(texts) != len(self.chosen):  # a model's name alone
             return self
@@ -107,7 +106,7 @@ def _name(text: str) -> str:
 
 
 def with_parts(parts: abc.Sequence[str], drafter: str) -> str:
-    """A drafter, as it is named, with others asked before it; of one that drafts nothing the others alone."""
+    """Return a drafter's name with others asked before it; of one that drafts nothing the others alone."""
     kind, _, rest = drafter.partition(":")
     if kind == NoneConfig.kind:
         return f"hybrid:{'+'.join(parts)}"
@@ -141,7 +140,7 @@ class Hybrid(Drafter):
         if len(ahead) > 1:
             raise CapabilityError(f"hybrid:{config.parts}", "two draft in the target's pass", "name one of these")
         self._ahead = ahead[0] if ahead else -1  # the source that is asked a step ahead
-        self._models = [part for part in parts if isinstance(part, DraftModel)]
+        self._networks = [part for part in parts if not isinstance(part, LookUp)]
         self._target: TargetInfo | None = None
         self.spec = DrafterSpec(
             name=config.kind,
@@ -168,20 +167,18 @@ class Hybrid(Drafter):
             part.bind(target, max_sequences, pool_tokens, device)
 
     def _levels(self) -> int:
-        """Tokens of a chain that its sessions draft; 0: it has none, for want of drafters that look up or have them."""
-        others = [part for part in self.parts if part not in self._models]
-        looks = all(isinstance(part, LookUp) for part in others)
-        if not looks or len(self._models) > 1 or not all(model.spec.ahead for model in self._models):
+        """Return tokens of a chain that its sessions draft; 0: it has none, for want of a single network with them."""
+        if len(self._networks) > 1 or not all(part.spec.ahead for part in self._networks):
             return 0
-        return max([len(m.config.factors) for m in self._models] or [part.spec.default_budget for part in others])
+        return max(part.spec.window for part in self._networks or self.parts)
 
     def sessions(self, rows: int) -> DraftSessions:
-        """See `Drafter`: look-ups are asked first, and the draft model where none is nearly sure."""
+        """See `Drafter`: look-ups are asked first, and the network where none is nearly sure."""
         assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         look_ups = LookUps({k: part for k, part in enumerate(self.parts) if isinstance(part, LookUp)}, log(SURE))
-        if self._models:
-            found = self._models[0].sessions(rows)
-            found.look_ups, found.source = look_ups, self.parts.index(self._models[0])
+        for part in self._networks:
+            found: Any = part.sessions(rows)
+            found.look_ups, found.source = look_ups, self.parts.index(part)
             return found
         return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
 
@@ -227,7 +224,7 @@ class Hybrid(Drafter):
         return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
 
     def _asked(self, source: int, want: DraftRequest, first: abc.Sequence[float]) -> list[int]:
-        """The sequences to ask a drafter for."""
+        """Return the sequences to ask a drafter for."""
         if want.rule is not None:
             return want.rule.ask(source, want.sequences, first)
         open_ = [i for i, view in enumerate(want.sequences) if view.sources is None or source in view.sources]
@@ -274,7 +271,7 @@ def _check(config: HybridConfig, spec: DrafterSpec) -> None:
 
 
 def _furthest(pasts: abc.Sequence[int | None]) -> int | None:
-    """What of a text's past all of them need; None: all of it."""
+    """Return the longest past that one of them needs; None: all of a text."""
     known = [past for past in pasts if past is not None]
     return max(known, default=0) if len(known) == len(pasts) else None
 

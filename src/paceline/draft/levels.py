@@ -22,14 +22,14 @@ def count(said: LevelScores) -> int:
 
 
 def cut(said: LevelScores, start: int, stop: int | None = None) -> LevelScores:
-    """The levels from ``start`` to in front of ``stop``."""
+    """Return the levels from ``start`` to in front of ``stop``."""
     if isinstance(said, tuple):
         return said[0][start:stop], said[1][start:stop]
     return said[start:stop]
 
 
 def best_levels(said: abc.Sequence[tuple[Sequence, LevelScores]], k: int, coupled: bool) -> list[Levels]:
-    """The k best tokens of each level and their log q, best first, in one call for all sequences.
+    """Return the k best tokens of each level and their log q, best first, in one call for all sequences.
 
     Args:
         said: levels of each sequence; the first one is of the place behind its text.

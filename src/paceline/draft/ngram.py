@@ -115,7 +115,7 @@ class NgramDrafter(LookUp):
         return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
-        """A chain."""
+        """Return a chain."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
             return Proposal()
@@ -123,7 +123,7 @@ class NgramDrafter(LookUp):
         return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
-        """What followed the longest n-grams of the text that end text and path."""
+        """Return what followed the longest n-grams of the text that end text and path."""
         index, tokens = self._index(sequence), [*sequence.tokens, *path]
         found: dict[int, float] = {}
         left = 0.0  # log of the chance that none of those before is right

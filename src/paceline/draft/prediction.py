@@ -61,7 +61,7 @@ class _Progress:
             self._find(tokens)
 
     def _find(self, tokens: abc.Sequence[int]) -> None:
-        """The place behind the longest n-gram that ends the text; of several the nearest ahead of the last place."""
+        """Find the place after the longest n-gram that ends the text; of several the nearest after the last place."""
         longest, best = 0, -1
         for n, follower in self.index.matches(tokens):
             if longest and n < longest:

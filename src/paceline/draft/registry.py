@@ -82,7 +82,7 @@ class DrafterConfig(NamedConfig):
     of_applications: ClassVar[bool] = False
 
     def with_weights(self, find: Callable[[str], str], applied: bool = False) -> DrafterConfig:
-        """The same, with the name of the weights that it means.
+        """Return the same, with the name of the weights that it means.
 
         Args:
             find: what the zoo has for the target, by the drafter's kind; raises where it has none.
@@ -98,7 +98,7 @@ class DrafterConfig(NamedConfig):
 
 
 def proposes_option(sampled: bool = False) -> Any:
-    """The field ``proposes`` of a drafter with a distribution: how its tokens are chosen.
+    """Return the field ``proposes`` of a drafter with a distribution: how its tokens are chosen.
 
     Args:
         sampled: whether they may be drawn from it, too.
@@ -155,7 +155,7 @@ def without_weights() -> list[str]:
 
 
 def config_class(name: str) -> type[DrafterConfig]:
-    """The config class of a drafter's name.
+    """Return the config class of a drafter's name.
 
     Raises:
         ConfigError: an unknown name, or an entry point that does not load.
@@ -221,7 +221,7 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
 
 
 def _subject(asked: str, chosen: type[DrafterConfig], text: str) -> tuple[str, str]:
-    """What follows the colon, as an option."""
+    """Return what follows the colon, as an option."""
     name = chosen.subject
     if name not in hints(chosen):
         raise ConfigError(asked, f"{chosen.kind} runs no model of its own", f"write {chosen.kind!r}")

@@ -56,8 +56,10 @@ Drafted = tuple[int, LevelScores]
 
 
 def left_over(drafted: Drafted | None, length: int, threshold: int) -> LevelScores | None:
-    """Algorithm 2's levels, once the draft was verified and the text has ``length`` tokens: those behind the one that
-    the new root stands in; None where there are no more than ``threshold``, and nothing is re-sampled.
+    """Return Algorithm 2's levels, once the draft was verified and the text has ``length`` tokens.
+
+    Those after the one that the new root stands in; None where there are no more than ``threshold``, and nothing is re-
+    sampled.
 
     With a tokens accepted the target's own one is at level a + 1: rejected there, or not drafted at all. So the first
     level is of the place behind the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
@@ -131,7 +133,7 @@ class Resampling:
             self._drafted[view.key] = len(view.tokens), said
 
     def take(self, view: Sequence, budget: int, max_depth: int) -> LevelScores | None:
-        """The levels that were left over, as many as can be used; None: there are none, or there is no room.
+        """Return the levels that were left over, as many as can be used; None: there are none, or there is no room.
 
         They are used in the draft that comes next or never.
         """

@@ -49,7 +49,7 @@ class Opening:
 
     @staticmethod
     def of(view: Sequence) -> Opening:
-        """A running sequence, as it is now."""
+        """Return the opening of a running sequence, as it is now."""
         sampler = view.sampler
         rules = sampler.params, sampler.seed, sampler.sample_index
         wishes = view.max_len, view.prediction, view.sources
@@ -112,10 +112,10 @@ class DraftSessions(Protocol):
         """
 
     def reroot(self, key: int, node: int) -> None:
-        """The text goes on with the tokens from below the root to ``node``, which becomes the root."""
+        """Append the tokens from below the root to ``node``, which becomes the root, to the text."""
 
     def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
-        """The text goes on with ``tokens``, drafted or not; no node stays but the last of them, the root."""
+        """Append ``tokens``, drafted or not, to the text; no node stays but the last of them, the root."""
 
     def close(self, key: int) -> None:
         """Drop all state of a sequence."""

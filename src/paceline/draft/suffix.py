@@ -95,7 +95,7 @@ class SuffixAutomaton:
         self.size += 1
 
     def _step(self, token: int) -> int:
-        """The state of the current run with ``token`` appended, made where it is new."""
+        """Return the state of the current run with ``token`` appended, made where it is new."""
         edges, length, link = self.edges, self.length, self.link
         state = self._last
         known = edges[state].get(token)
@@ -128,7 +128,7 @@ class SuffixAutomaton:
         return len(self.length) - 1
 
     def follow(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """The longest suffix of (a run of ``matched`` tokens at ``state``) + ``token`` that occurs.
+        """Return the longest suffix of (a run of ``matched`` tokens at ``state``) + ``token`` that occurs.
 
         Returns:
             Its state and its length, at most ``max_match``; (0, 0) where not even the token occurs.
@@ -148,14 +148,14 @@ class SuffixAutomaton:
         return state, matched
 
     def continued(self, state: int, matched: int) -> tuple[int, int]:
-        """The longest suffix of a context that something follows (a text's end has no next token)."""
+        """Return the longest suffix of a context that something follows (a text's end has no next token)."""
         while state > 0 and not self.edges[state]:
             state = self.link[state]
             matched = self.length[state]
         return state, matched
 
     def most_frequent(self, state: int) -> tuple[int, float]:
-        """The token that follows a state's runs most often, and its share; of equals the one seen first last."""
+        """Return the token that follows a state's runs most often, and its share; of equals the one seen first last."""
         edges, count = self.edges[state], self.count
         if len(edges) == 1:
             return next(iter(edges)), 1.0
@@ -217,7 +217,7 @@ class _Sequence:
         own.seen = len(tokens)
 
     def matches(self, generations: abc.Sequence[SuffixAutomaton]) -> Iterator[_Match]:
-        """The own match, then those in the shared automata, brought up to date when asked for."""
+        """Return the own match, then those in the shared automata, brought up to date when asked for."""
         yield self.own
         kept = {id(match.automaton): match for match in self.shared}
         self.shared = [kept.get(id(automaton)) or _Match(automaton) for automaton in generations]
@@ -277,7 +277,7 @@ class SuffixDrafter(LookUp):
             self._texts = SuffixTexts(*lengths, config.reach, config.min_prob, config.max_tokens)
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
-        """What follows the longest suffix of text and path, of the own text or the shared outputs."""
+        """Return what follows the longest suffix of text and path, of the own text or the shared outputs."""
         self._texts = None  # a drafter is used in one of the two ways
         state = self._sequence(sequence)
         state.catch_up(sequence.tokens)
@@ -314,7 +314,7 @@ class SuffixDrafter(LookUp):
         return [_chained(*next(found)) if budget > 0 and max_depth > 0 else Proposal() for _, budget, max_depth in rows]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
-        """The best scored draft of the own text and the shared outputs; empty where nothing matches."""
+        """Return the best scored draft of the own text and the shared outputs; empty where nothing matches."""
         config = self.config
         depth = min(config.depth, budget, max_depth)
         best, best_score = Proposal(), 0.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError
+from ..core.inference import inference
 from ..core.sampling import SequenceSampler
 from ..core.sequence import Sequence
 from .base import Drafter, DraftRequest
@@ -133,10 +134,11 @@ class DraftTree:
     view: Sequence
     nodes: dict[int, Node] = field(default_factory=dict)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
+    states: dict[int, Any] = field(default_factory=dict)  # by node: what its row gave that rows below it need
     fresh: int = ROOT + 1  # the next number
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
-        """A child of a node, new or there already."""
+        """Return a child of a node, new or there already."""
         found = self.children.get((parent, token))
         if found is not None:
             return found
@@ -183,45 +185,90 @@ class DraftTree:
             node.depth -= depth
             node.parent = ROOT if node.parent == root else node.parent
             node.row = moved.get(node.row, -1)
+        states = self.states.items()
+        self.states = {ROOT if n == root else n: state for n, state in states if n == root or n in kept}
         self.nodes = kept
         self.children = {(node.parent, node.token): number for number, node in kept.items()}
         return rows, done
 
 
+NOBODY = Ask(-1)  # of a pass that no level was asked for
+
+
+@dataclass(slots=True)
+class Expansion:
+    """One sequence's part of a pass."""
+
+    session: Any
+    wanted: list[int]  # nodes to expand
+    computed: list[int]  # nodes without K/V that the pass computes, parents first
+    ask: Ask = NOBODY  # the level that was asked for, where it is one
+    grown: Grown = field(default_factory=Grown)  # the answer
+
+
 class TextSessions:
-    """Sessions of a look-up, and what those of a draft model share with them.
+    """Sessions of look-ups, and what those of a network share with them.
 
     Args:
-        look_ups: say how texts go on; None: nobody does.
+        look_ups: are asked first, for every node.
         vocab_size, eos_ids: of the target.
     """
 
-    def __init__(self, look_ups: LookUps | None, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, look_ups: LookUps, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self.look_ups, self._vocab, self._eos_ids = look_ups, vocab_size, eos_ids
         self._open: dict[int, Any] = {}  # by sequence: its tree
 
-    def begin(self, view: Sequence) -> DraftTree:
-        """A sequence's tree, without nodes."""
+    def _begin(self, view: Sequence) -> DraftTree:
+        """Return a sequence's tree, without nodes."""
         return DraftTree(view)
 
     def open(self, opening: Opening) -> None:
         """See `DraftSessions`."""
         self.close(opening.key)
-        self._open[opening.key] = self.begin(opened(opening, self._vocab, self._eos_ids))
+        self._open[opening.key] = self._begin(opened(opening, self._vocab, self._eos_ids))
 
+    def _prepare(self, session: Any, nodes: abc.Sequence[int]) -> Expansion | None:
+        """Return what a pass computes to expand some of these nodes, with room for it; None: none can be expanded."""
+        return None
+
+    def _expand(self, ready: abc.Sequence[Expansion]) -> None:
+        """Add children of nodes that no look-up is sure of."""
+
+    @inference
     def grow(self, asks: abc.Sequence[Ask]) -> list[Grown]:
-        """See `DraftSessions`."""
-        return [self._grow(ask) for ask in asks]
-
-    def _grow(self, ask: Ask) -> Grown:
-        assert self.look_ups is not None
-        tree: DraftTree = self._open[ask.key]
-        grown = Grown([tree.add(*one) for one in ask.given])
-        for parent in dict.fromkeys([*grown.given, *ask.expand]):
-            source, found = self.look_ups.find(tree.view, tree.tokens(parent), ask.width)
-            for token, log_q in found:
-                grown.add(parent, tree.add(parent, token), token, log_q, source)
+        """See `DraftSessions`: nodes that a look-up is sure of are not computed."""
+        grown, unsure = list[Grown](), list[dict[int, tuple[int, Found]]]()
+        ready: list[Expansion] = []
+        for ask in asks:
+            session = self._open[ask.key]
+            grown.append(own := Grown([session.add(*given) for given in ask.given]))
+            unsure.append(self._look_up(session, ask, own))
+            if (one := self._prepare(session, [*unsure[-1]])) is not None:
+                one.ask, one.grown = ask, own
+                ready.append(one)
+        if ready:
+            self._expand(ready)
+        for ask, own, left in zip(asks, grown, unsure, strict=True):
+            for node in [node for node in left if node not in own.parents]:  # there is no room, or no such token
+                self._put(self._open[ask.key], node, *left[node], own)
         return grown
+
+    def _look_up(self, session: Any, ask: Ask, grown: Grown) -> dict[int, tuple[int, Found]]:
+        """Return the nodes that no look-up is sure of, and what the look-ups say there; add children of the others."""
+        unsure: dict[int, tuple[int, Found]] = {}
+        for node in dict.fromkeys([*grown.given, *ask.expand]):
+            source, found = self.look_ups.find(session.view, session.tokens(node), ask.width)
+            if self.look_ups.knows(found):
+                self._put(session, node, source, found, grown)
+            else:
+                unsure[node] = source, found
+        return unsure
+
+    @staticmethod
+    def _put(session: Any, parent: int, source: int, found: Found, grown: Grown) -> None:
+        above = 0.0 if parent == ROOT else session.nodes[parent].score
+        for token, log_q in found:
+            grown.add(parent, session.add(parent, token, above + log_q), token, log_q, source)
 
     def reroot(self, key: int, node: int) -> None:
         """See `DraftSessions`."""
@@ -229,39 +276,37 @@ class TextSessions:
         said = tree.tokens(node)
         rows, done = tree.cut(node)
         self._say(tree, said)
-        self.keep(tree, rows, done)
+        self._keep(tree, rows, done)
 
     def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
         """See `DraftSessions`."""
         tree: DraftTree = self._open[key]
         self._say(tree, tokens)
-        self.clear(tree, tokens)
+        self._clear(tree, tokens)
 
     @staticmethod
     def _say(tree: DraftTree, tokens: abc.Sequence[int]) -> None:
         tree.view.sampler.commit(tokens)
 
-    def clear(self, tree: Any, said: abc.Sequence[int]) -> None:
-        """The text has gone on with these tokens: drop all nodes."""
-        tree.nodes, tree.children = {}, {}
+    def _clear(self, tree: Any, said: abc.Sequence[int]) -> None:
+        """Drop all nodes: the text has gone on with these tokens."""
+        tree.nodes, tree.children, tree.states = {}, {}, {}
 
-    def keep(self, tree: Any, rows: abc.Sequence[int], done: int) -> None:
+    def _keep(self, tree: Any, rows: abc.Sequence[int], done: int) -> None:
         """Keep these rows of K/V, of which the first are of the text, where there is any."""
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
         self._open.pop(key, None)
-        if self.look_ups is not None:
-            self.look_ups.release([key])
+        self.look_ups.release([key])
 
     def forget(self) -> None:
         """See `DraftSessions`."""
-        if self.look_ups is not None:
-            self.look_ups.forget()
+        self.look_ups.forget()
 
 
 def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> Sequence:
-    """A sequence with a sampler of its own, for a target of so many tokens."""
+    """Return a sequence with a sampler of its own, for a target of so many tokens."""
     sampler = SequenceSampler(
         opening.params,
         opening.tokens[: opening.prompt_len],

@@ -52,17 +52,18 @@ class AheadConfig(RoundConfig):
         """See `RoundConfig`."""
         return Place(self.cores, self.threads, device=self.device) if self._apart else None
 
-    def misfit(self, spec: DrafterSpec, in_pass: str, taps: str, remedy: str) -> tuple[str, str] | None:
+    def misfit(self, spec: DrafterSpec, in_pass: str, remedy: str) -> tuple[str, str] | None:
         """Why a drafter cannot draft ahead, and what to do; None: it can.
 
         Args:
-            in_pass, taps: why drafts of the target's own pass, and of its states, are of no use.
+            in_pass: why drafts of the target's own pass are of no use.
         """
         who = spec.name
         if spec.in_pass:
             return f"{who} drafts in the target's own pass, {in_pass}", remedy
-        if spec.taps:
-            return f"{who} drafts from the target's states, {taps}", remedy
+        if spec.taps and self._apart:
+            wrong = f"{who} drafts from the target's states, which stay in the target's process"
+            return wrong, f"leave out {self.chooser}=process"
         if spec.proposes == "sampled":
             return f"{who} draws its drafts for rejection, and this round is strict", "leave out proposes=sampled"
         if not spec.ahead:
@@ -70,8 +71,10 @@ class AheadConfig(RoundConfig):
         return None
 
     def sessions(self, parts: RoundParts, rows: int, beside: bool = False) -> GoingSessions:
-        """Sessions with room for so many drafted nodes of a sequence, here (in a thread, if ``beside``) or in a
-        process."""
+        """Return sessions with room for so many drafted nodes of a sequence.
+
+        Here (in a thread, if ``beside``) or in a process.
+        """
         assert parts.drafter is not None
         if self.place is None or parts.serve is None:
             return LocalSessions(parts.drafter.sessions(rows), beside)
@@ -112,7 +115,7 @@ class SessionGuard:
         return self.failure is None and not self._away
 
     def look(self) -> bool:
-        """The same, after a look at those that were lost."""
+        """Return the same, after a look at those that were lost."""
         if self.failure is None and self._away:
             self._away = not self._sessions.ready()
         return self.there

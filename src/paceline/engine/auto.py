@@ -219,8 +219,10 @@ class AutoBudget(DraftBudget):
         return min(prices[1], prices[2] / 2, prices[4] / 4, prices[8] / 8) / (1 + MARGIN)
 
     def _plain_due(self) -> bool:
-        """Return whether the coming step is to be a plain one, to measure what drafts are compared with; intervals
-        double at first, since the few that were seen may have been slow."""
+        """Return whether the coming step is to be a plain one, to measure what drafts are compared with.
+
+        Intervals double at first, since the few that were seen may have been slow.
+        """
         seen = self.costs.visits(self._batch, 0)
         if seen >= PLAIN_FIRST and self._steps - self._size.plain_at <= min(PLAIN_EVERY, 1 << min(seen, 16)):
             return False
@@ -228,8 +230,10 @@ class AutoBudget(DraftBudget):
         return True
 
     def _paying(self, source: int, histories: abc.Sequence[History]) -> set[int]:
-        """Return the sequences that asking this source for pays in the mean. For each, `_Asks.least` gets the chance of
-        being needed from which it pays, where the call is shared by as many."""
+        """Return the sequences that asking this source for pays in the mean.
+
+        For each, `_Asks.least` gets the chance of being needed from which it pays, where the call is shared by as many.
+        """
         costs, least = self.draft_costs[source], self._asks[source].least
         catch_up = [self._catch_up_ms(source, history) for history in histories]
         if histories and costs.network and costs.usual_calls < PILOT:
@@ -254,8 +258,10 @@ class AutoBudget(DraftBudget):
         return max(0, missed) * self.draft_costs[source].catch_up_ms
 
     def _trial(self, source: int, histories: abc.Sequence[History], paying: set[int]) -> set[int]:
-        """Return the sequences that a source is asked for although it is not expected to pay: those that waited longest
-        while saved time is left, and those for which the last ask has only prepared this one."""
+        """Return the sequences that a source is asked for although it is not expected to pay.
+
+        Those that waited longest while saved time is left, and those for which the last ask has only prepared this one.
+        """
         if self.row_chance * (1 + MARGIN) >= 1:
             return set()
         idle = [i for i in range(len(histories)) if i not in paying]
@@ -284,8 +290,10 @@ class AutoBudget(DraftBudget):
     # -- between proposal and pass: see `DraftRule`
 
     def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
-        """Return which sequences to ask one of several sources for, given for each the chance that what others
-        proposed begins right."""
+        """Return which sequences to ask one of several sources for.
+
+        Given for each the chance that what others proposed begins right.
+        """
         least = self._asks[source].least
         able = [i for i, view in enumerate(views) if view.sources is None or source in view.sources]
         chosen = [i for i in able if 1 - first[i] >= least.get(views[i].key, inf)]
@@ -312,8 +320,7 @@ class AutoBudget(DraftBudget):
         return self._histories[view.key].first(source, log_scores)
 
     def level_chance(self, source: int, count: int) -> float:
-        """Return the chance of a path that pays for one more level of a source's network below it, for ``count``
-        sequences."""
+        """Return the chance of a path that pays for one more level of a source's network below it, for a batch."""
         floor = self._floors.get((source, count))
         if floor is None:
             costs, floor = self.draft_costs[source], self.row_chance
@@ -366,8 +373,10 @@ class AutoBudget(DraftBudget):
         return tree.kept(kept)
 
     def _tries_rows(self, rows: int) -> bool:
-        """Return whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so: the
-        first ones of a batch size always are, more where the saved time pays for what they seem to cost."""
+        """Return whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so.
+
+        The first ones of a batch size always are, more where the saved time pays for what they seem to cost.
+        """
         if self._blind or not (rows and self.learns) or self.costs.visits(self._batch, rows) >= WINDOW:
             return False
         return not self._size.rows or self._spend(-1, self._priced(rows)[rows] / self._rate)
@@ -381,8 +390,7 @@ class AutoBudget(DraftBudget):
         nodes: abc.Sequence[tuple[float, int, int]],
         price: float,
     ) -> None:
-        """Learn what every ask brought: for each sequence, the tokens expected of a source's nodes beyond their rows'
-        price."""
+        """Learn what every ask brought: for each sequence, the tokens expected beyond the price of their rows."""
         gains = [[0.0] * len(self.sources) for _ in histories]
         for path, b, node in nodes:
             gains[b][0 if self._one else tree.sources[b][node]] -= path + price / len(nodes)

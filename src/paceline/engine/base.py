@@ -62,8 +62,10 @@ class Round(Protocol):
 
     @property
     def admits(self) -> abc.Callable[[Application], None] | None:
-        """Checks an application whose rows have others next to them, and raises CapabilityError where these do not fit
-        the drafter; None: no row can have any here."""
+        """Check an application whose rows have others next to them; None: no row can have any here.
+
+        Raises CapabilityError where they do not fit the drafter.
+        """
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -92,8 +94,11 @@ class Round(Protocol):
         """
 
     def release(self, sequences: abc.Sequence[Sequence]) -> None:
-        """The sequences ended or were preempted: let the drafter drop their state. Nothing of them comes out any more,
-        and none of their passes in flight touches a sequence, or the slots that it had, again."""
+        """Let the drafter drop the state of sequences that ended or were preempted.
+
+        Nothing of them comes out any more, and none of their passes in flight touches a sequence, or the slots that it
+        had, again.
+        """
 
     def forget(self) -> None:
         """Let the drafter forget sequences that ended."""

@@ -32,8 +32,10 @@ class StepRecord:
 
 
 class DraftBudget:
-    """Decides the number of drafted nodes of each sequence, zero included. The methods here suit a budget that learns
-    nothing."""
+    """Decides the number of drafted nodes of each sequence, zero included.
+
+    The methods here suit a budget that learns nothing.
+    """
 
     learns = False  # whether the engine calls `observe` for the coming step; it reads this after `plan`
     rests = False  # neither the coming step nor the one behind it drafts: nothing need be prepared; read after `plan`
@@ -64,7 +66,7 @@ class DraftBudget:
         """Take in the record of a step; called after each step where `learns`."""
 
     def forget(self, sequences: abc.Sequence[Sequence]) -> None:
-        """These sequences have ended."""
+        """Drop what is kept of sequences that have ended."""
 
     def renew(self, source: str, expected: float | None = None) -> None:
         """Note that another drafter takes the place of a source from now on.
@@ -87,14 +89,16 @@ class DraftBudget:
         return str(self.describe()["why"])
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen and why, ready for JSON; ``kind`` and ``why`` are always there."""
+        """Return what was chosen and why, ready for JSON; ``kind`` and ``why`` are always there."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBudget(DraftBudget):
-    """The same number of nodes for every sequence in every step, or one by batch size: the entry of the largest listed
-    batch size that is not above the current one."""
+    """The same number of nodes for every sequence in every step, or one by batch size.
+
+    The entry of the largest listed batch size that is not above the current one.
+    """
 
     size: int | tuple[tuple[int, int], ...]  # nodes, or (batch size, nodes), ascending, from batch size 1 on
     why: str | None = None  # the reason that is given where the size is 0
@@ -126,7 +130,7 @@ class FixedBudget(DraftBudget):
         return next(nodes for batch, nodes in reversed(self.size) if batch <= max(1, batch_size))
 
     def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
-        """The same number of nodes for each sequence: that of the batch size."""
+        """Return the same number of nodes for each sequence: that of the batch size."""
         return [self.size_at(batch_size)] * len(sequences)
 
     def reason(self) -> str | None:
@@ -145,14 +149,14 @@ class FixedBudget(DraftBudget):
         return f"the draft budget is 0 at the batch sizes met ({self})" if stats.passes and not stats.drafted else None
 
     def describe(self) -> dict[str, Any]:
-        """The size, or the table."""
+        """Return the size, or the table."""
         if isinstance(self.size, int):
             return {"kind": "fixed", "nodes": self.size, "why": self.reason() or f"fixed at {self.size}"}
         return {"kind": "table", "table": dict(self.size), "why": self.reason() or f"by batch size: {self}"}
 
 
 def parse_budget(value: int | str | abc.Mapping[Any, Any] | None) -> FixedBudget | Literal["auto"]:
-    """The budget that a user asked for: a number, a table, or ``auto`` (also None).
+    """Return the budget that a user asked for: a number, a table, or ``auto`` (also None).
 
     Raises:
         ConfigError: neither, or out of range.

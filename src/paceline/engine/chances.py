@@ -157,8 +157,10 @@ class History:
         shared.learn(gain, open_, SHARED)
 
     def judge(self) -> None:
-        """Compare the last proposal with the text that followed, and count every node whose parent was right and whose
-        place in the text is known."""
+        """Compare the last proposal with the text that followed.
+
+        Every node is counted whose parent was right and whose place in the text is known.
+        """
         if not self.proposal:
             return
         known, shift, places = self.view.tokens, self.shift, {0: self.base}  # of right nodes: their children's place

@@ -14,7 +14,7 @@ from .tokens import TokenizerTexts
 
 
 def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
-    """Raises ConfigError where a prompt is empty, too long, or holds an unknown id."""
+    """Raise ConfigError where a prompt is empty, too long, or holds an unknown id."""
     if not prompt_ids:
         raise ConfigError("an empty prompt", "a model continues at least one token", "give text, or a BOS token")
     if len(prompt_ids) >= limits.max_model_len:
@@ -27,7 +27,7 @@ def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
 
 
 def check_said(said: Sequence[Sequence[int]], samples: int, limits: EngineLimits) -> None:
-    """Raises ConfigError where tokens cannot have been said by so many samples."""
+    """Raise ConfigError where tokens cannot have been said by so many samples."""
     if len(said) > samples:
         raise ConfigError(f"tokens said by {len(said)} samples", f"the request has n={samples}", "give one list each")
     for tokens in said:
@@ -36,7 +36,7 @@ def check_said(said: Sequence[Sequence[int]], samples: int, limits: EngineLimits
 
 
 def check_ids(what: str, ids: Sequence[int], limits: EngineLimits, remedy: str) -> None:
-    """Raises ConfigError where an id is not in the vocabulary."""
+    """Raise ConfigError where an id is not in the vocabulary."""
     low, high = min(ids), max(ids)
     if low < 0 or high >= limits.vocab_size:
         wrong = f"ids go from 0 to {limits.vocab_size - 1}"
@@ -44,13 +44,13 @@ def check_ids(what: str, ids: Sequence[int], limits: EngineLimits, remedy: str) 
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Raises ConfigError where no time can be meant."""
+    """Raise ConfigError where no time can be meant."""
     if deadline_s is not None and not (isfinite(deadline_s) and deadline_s > 0):
         raise ConfigError(f"deadline_s={deadline_s}", "a deadline is a time from now on", "give seconds above 0")
 
 
 def check_room(max_len: int, pool_tokens: int) -> None:
-    """Raises ConfigError where a sequence would never fit into the K/V pool."""
+    """Raise ConfigError where a sequence would never fit into the K/V pool."""
     if max_len - 1 > pool_tokens:  # the last token's K/V is never computed
         wrong = f"the K/V pool holds {pool_tokens}"
         raise ConfigError(f"a request of up to {max_len} tokens", wrong, "raise kv_memory, or lower max_tokens")
@@ -71,7 +71,7 @@ def check_rows_beside(round_: Round, applications: Mapping[str, Application]) ->
 
 
 def echo(texts: TokenizerTexts | None, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
-    """The beginning of an answer's text: the prompt's, where it is to be echoed.
+    """Return the beginning of an answer's text: the prompt's, where it is to be echoed.
 
     Raises:
         ConfigError: its text is not known.

@@ -81,8 +81,11 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool, tapped: Tapped | Non
 
 
 def _masks(p: Pass, wanted: int, vocab_size: int) -> Tensor | None:
-    """[wanted, words] of every node's grammar; None: no sequence has one. All bits are set where there is
-    none; none is where the grammar's parser failed: compiled code leaves that node to the sampler, which says why."""
+    """Return [wanted, words] of every node's grammar; None: no sequence has one.
+
+    All bits are set where there is none; none is where the grammar's parser failed: compiled code leaves that node to
+    the sampler, which says why.
+    """
     samplers = [p.works[i].sequence.sampler for i in p.generating]
     if all(sampler.matcher is None for sampler in samplers):
         return None
@@ -102,7 +105,7 @@ def _masks(p: Pass, wanted: int, vocab_size: int) -> Tensor | None:
 
 
 def _room_for(tapped: Tapped, p: Pass, target: Decoder) -> NativeTaps:
-    """The rows whose states are taken, as compiled code is asked for them."""
+    """Return the rows whose states are taken, as compiled code is asked for them."""
     rows = None if tapped.whole else tapped.rows(p)
     count, width = p.main_rows if rows is None else len(rows), target.config.d_model
     if len(tapped.layers) == 1:  # every tensor that is made takes microseconds

@@ -105,12 +105,14 @@ class DraftVerifyRound:
         verify = checked - drafted - taps - hook.late_ms / 1e3
         self.emitter.emit(p)
         emitted = perf_counter()
-        shown = None if tapped is None else show(p, tapped)
+        seen = None if self.drafter is None else show(p, tapped)
         taken = perf_counter()
         keep(p, self.pool)
         levels = hook.after()
+        if seen is not None:
+            seen.levels = levels
         read = perf_counter()
-        self.guard.observe(p, shown, levels)
+        self.guard.observe(seen)
         ended = perf_counter()
         asked = drafted - began + hook.late_ms / 1e3
         draft = asked + taps + taken - emitted + ended - read

@@ -9,10 +9,10 @@ from time import monotonic
 
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
-from ..draft.base import Drafter, DraftRequest, DraftRule, LevelScores, StepFeatures
+from ..draft.base import Drafter, DraftRequest, DraftRule, StepFeatures
 from .base import Work
 from .passes import Pass
-from .taps import Shown, Tapped, rows_to_tap
+from .taps import Tapped, rows_to_tap
 from .verification import make_verifier
 
 log = logging.getLogger(__name__)
@@ -22,8 +22,10 @@ MOST_RESTS = 6  # doublings of it
 
 
 class GuardedDrafter:
-    """Calls a drafter and checks its trees. A drafter that fails is put aside for a while, and decoding goes on
-    without it; a request whose own rules fail on drafts is drafted for no more.
+    """Calls a drafter and checks its trees.
+
+    A drafter that fails is put aside for a while, and decoding goes on without it; a request whose own rules fail on
+    drafts is drafted for no more.
 
     Args:
         drafter: the drafter; None: nothing is drafted.
@@ -55,8 +57,10 @@ class GuardedDrafter:
         return 0 if self.drafter is None or self.failure is not None else self.drafter.spec.past
 
     def propose(self, drafting: abc.Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
-        """The drafter's trees, checked, and of them the nodes that the rule chooses; None if nothing is drafted, or if
-        it failed."""
+        """Return the drafter's trees, checked, and of them the nodes that the rule chooses.
+
+        None if nothing is drafted, or if it failed.
+        """
         if self.drafter is None or self.failure is not None or not drafting:
             return None
         want = DraftRequest(
@@ -83,7 +87,10 @@ class GuardedDrafter:
         return tree if max(tree.counts) > 1 else None
 
     def _within_grammars(self, tree: TokenTree, sequences: abc.Sequence[Sequence]) -> TokenTree:
-        """The nodes that the sequences' grammars allow. Others would be rows for nothing: no choice ever meets them."""
+        """Return the nodes that the sequences' grammars allow.
+
+        Others would be rows for nothing: no choice ever meets them.
+        """
         if self.verifier.needs_q:  # it weighs what was drawn as it was drawn
             return tree
         kept = []
@@ -107,31 +114,13 @@ class GuardedDrafter:
         return any_
 
     def tapped(self, p: Pass) -> Tapped | None:
-        """The rows of a pass whose states the drafter is to be shown; None: none."""
+        """Return the rows of a pass whose states the drafter is to be shown; None: none."""
         return None if self.drafter is None or self.failure is not None else rows_to_tap(p, self.drafter.spec)
 
-    def observe(self, p: Pass, shown: Shown | None = None, levels: abc.Sequence[LevelScores | None] = ()) -> None:
-        """Show the drafter the results of a pass.
-
-        Args:
-            p: the pass, its tokens emitted.
-            shown: the states that it asked for.
-            levels: [B] of places ahead, read from rows of each sequence's last accepted node.
-        """
-        if self.drafter is None or self.failure is not None or not self.drafter.spec.observes:
+    def observe(self, seen: StepFeatures | None) -> None:
+        """Show the drafter the results of a pass."""
+        if seen is None or self.drafter is None or self.failure is not None or not self.drafter.spec.observes:
             return
-        paths = [p.paths.get(i, []) for i in range(len(p.works))]
-        hidden, rows, first = shown or ({}, (), ())
-        seen = StepFeatures(
-            sequences=[w.sequence for w in p.works],
-            committed=[w.sequence.tokens[-n:] if n else [] for w, n in zip(p.works, p.emitted, strict=True)],
-            num_accepted=[len(path) for path in paths],
-            paths=paths,
-            hidden=hidden,
-            hidden_rows=rows,
-            first=first,
-            levels=levels,
-        )
         try:
             self.drafter.observe(seen)
         except Exception as error:
@@ -156,8 +145,11 @@ class GuardedDrafter:
             self._put_aside(error)
 
     def _put_aside(self, error: Exception, sequences: abc.Sequence[Sequence] = ()) -> None:
-        """Go on without the drafter: its fault must not cost a request. It is asked again later, for what it failed on
-        may have been one request's; what it has of these sequences is dropped."""
+        """Continue without the drafter: its fault must not cost a request.
+
+        It is asked again later, for what it failed on may have been one request's; what it has of these sequences is
+        dropped.
+        """
         assert self.drafter is not None
         self._why = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
         rest_s = REST_S * 2 ** min(self._failures, MOST_RESTS)
@@ -186,7 +178,10 @@ class GuardedDrafter:
 
 
 def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
-    """The tree within budgets and depths. Parents come before children, so the first nodes of a tree are a tree."""
+    """Return the tree within budgets and depths.
+
+    Parents come before children, so the first nodes of a tree are a tree.
+    """
     limits = [*zip(tree.counts, want.budgets, want.max_depths, strict=True)]
     if all(count - 1 <= min(budget, depth) for count, budget, depth in limits):
         return tree

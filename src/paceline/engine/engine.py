@@ -186,7 +186,7 @@ class Engine:
         return request_id
 
     def check_application(self, name: str | None) -> None:
-        """Raises ConfigError where a request cannot name this application."""
+        """Raise ConfigError where a request cannot name this application."""
         if name is None or name in self.applications:
             return
         known = ", ".join(sorted(self.applications))
@@ -314,7 +314,7 @@ class Engine:
         return told
 
     def _step(self) -> tuple[dict[str, LiveRequest], bool]:
-        """The requests that got tokens or ended, and whether a sample of one ended."""
+        """Run a step; return the requests that got tokens or ended, and whether a sample of one ended."""
         began = perf_counter()
         self._steps += 1
         works = self.scheduler.schedule()
@@ -374,7 +374,7 @@ class Engine:
             self._cancelled.popleft()
 
     def _end(self) -> None:
-        """The change is complete. Not reached if it was interrupted."""
+        """End a change that is complete; not reached if it was interrupted."""
         self._torn = False
 
     def _mend(self) -> None:
@@ -394,7 +394,7 @@ class Engine:
         self._untold = list(self.live.values())
 
     def _anew(self, live: LiveRequest, old: Sequence) -> Sequence:
-        """A new sequence with the emitted tokens of an old one; one that was ended from outside is kept as it is."""
+        """Return a new sequence with the emitted tokens of an old one; one that was ended from outside as it is."""
         old.cache = None
         if old.checker.finish_reason in ("abort", "deadline", "error"):
             return old
@@ -423,7 +423,7 @@ class Engine:
         return take(self.live.values(), self.scheduler, self._totals, self._steps)
 
     def describe_speculation(self) -> dict[str, Any]:
-        """The sources that requests may choose among, what the budget chose and why; ready for JSON."""
+        """Return the sources that requests may choose among, what the budget chose and why; ready for JSON."""
         return {
             "round": self.round.name,
             "sources": list(self.round.sources),
@@ -452,7 +452,7 @@ class Engine:
         return found
 
     def output(self, live: LiveRequest) -> RequestOutput:
-        """A request's output so far, or its whole answer."""
+        """Return a request's output so far, or its whole answer."""
         stats = SpecStats()
         for sequence in live.sequences:
             stats = stats.merge(sequence.stats)
@@ -508,7 +508,7 @@ def _share_times(result: StepResult, host_ms: float) -> None:
 
 
 def _record(result: StepResult, total_ms: float) -> StepRecord:
-    """The record of a step, for the draft budget."""
+    """Return the record of a step, for the draft budget."""
     said = [(work, result.counts.get(i, (0, 0))) for i, work in enumerate(result.works) if work.generates]
     return StepRecord(
         sequences=[work.sequence for work, _ in said],

@@ -28,7 +28,7 @@ class Emitter:
         self.num_layers, self.spec = num_layers, spec
 
     def emit(self, p: Pass) -> None:
-        """Sets `Pass.emitted`; cuts `Pass.paths` to the emitted tokens.
+        """Set `Pass.emitted`; cuts `Pass.paths` to the emitted tokens.
 
         A sequence whose own rules fail, here or in verification, ends with that error; the others go on.
         """

@@ -69,19 +69,19 @@ class Pass:
         return self.spans[-1].stop if self.spans else 0
 
     def accept(self, work: int, path: list[int], token: int) -> None:
-        """The verdict on a generating work: the accepted nodes, and the target's next token."""
+        """Return the verdict on a generating work: the accepted nodes, and the target's next token."""
         self.paths[work], self.tokens[work] = path, [token]
         if path and self.tree is not None:
             nodes = self.tree.tokens[self.spans[work].tree_index]
             self.tokens[work] = [*(nodes[n] for n in path), token]
 
     def frontier(self, work: int) -> int:
-        """The last accepted node of a generating work; 0: its root."""
+        """Return the last accepted node of a generating work; 0: its root."""
         path = self.paths[work]
         return path[-1] if path else 0
 
     def result(self, draft_ms: float, verify_ms: float, host_ms: float, ask_ms: float) -> StepResult:
-        """What the engine gets of it; see `StepResult`."""
+        """Return what the engine gets of it; see `StepResult`."""
         said = []
         for work, count in zip(self.works, self.emitted, strict=True):
             if count or work.sequence.fault is not None:
@@ -107,8 +107,10 @@ def lay_out(works: abc.Sequence[Work], drafting: abc.Sequence[Work], tree: Token
 
 
 def token_pass(p: Pass) -> TokenPass:
-    """The rows of all sequences, one after the other: pending tokens, then drafted nodes. A choice is wanted after the
-    root and every node of those that generate."""
+    """Return the rows of all sequences, one after the other: pending tokens, then drafted nodes.
+
+    A choice is wanted after the root and every node of those that generate.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[slice | Tensor] = []
@@ -148,7 +150,7 @@ def _numbers(slots: abc.Sequence[slice | Tensor]) -> list[int]:
 
 
 def embed(p: Pass, target: Decoder, batch: Batch | None = None) -> None:
-    """Sets `Pass.state`: all rows, as `packed` gives them, in front of the first layer."""
+    """Set `Pass.state`: all rows, as `packed` gives them, in front of the first layer."""
     p.state = target.embed(batch or packed(p, target))
     p.state.adapters = main_adapters(p)
 
@@ -199,8 +201,10 @@ def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
 def whole_run(
     p: Pass, target: Decoder, batch: Batch, cache: KVCache, verify: Verifier | None
 ) -> AbstractContextManager[None]:
-    """What `embed`, all layers and `read_logits` are inside of; see `Decoder.whole_run`. A pass in which prompts'
-    log-probabilities are read goes in parts."""
+    """Enter what `embed`, all layers and `read_logits` are inside of; see `Decoder.whole_run`.
+
+    A pass in which prompts' log-probabilities are read goes in parts.
+    """
     if target.ranks is None or any(w.sequence.params.prompt_logprobs is not None for w in p.works):
         return nullcontext()
     rows = wanted_rows(p)
@@ -223,7 +227,7 @@ def chooses_plainly(p: Pass, verify: Verifier | None) -> bool:
 
 
 def read_logits(p: Pass, target: Decoder, verify: Verifier | None = None) -> list[int] | None:
-    """Sets `Pass.logits` from the last layer; records prompt log-probabilities, too.
+    """Set `Pass.logits` from the last layer; records prompt log-probabilities, too.
 
     Returns:
         The likeliest token after each row, where ranks say it and nobody wants more: there are no logits then.
@@ -277,7 +281,9 @@ def record_prompt(sequence: Sequence, first: int, hidden: Tensor, target: Decode
 
 
 def decide(p: Pass, verify: Verifier | None, chosen: abc.Sequence[int] | None = None) -> None:
-    """Sets `Pass.tokens`, `Pass.paths` and `Pass.rows`: of each generating work the accepted nodes and the next token.
+    """Set `Pass.tokens`, `Pass.paths` and `Pass.rows`.
+
+    Of each generating work the accepted nodes and the next token.
 
     Args:
         verify: decides on trees; None, and for bare roots: the target's own choices are followed.

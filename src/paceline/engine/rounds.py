@@ -44,7 +44,7 @@ def parse_round(text: str) -> RoundConfig | None:
 
 
 def default_round(spec: DrafterSpec | None) -> RoundConfig:
-    """The round of a drafter if the user names none: the first one of `ROUNDS` that it can run in.
+    """Return the round of a drafter if the user names none: the first one of `ROUNDS` that it can run in.
 
     Raises:
         CapabilityError: there is none.
@@ -60,7 +60,7 @@ def default_round(spec: DrafterSpec | None) -> RoundConfig:
 
 
 def round_of(text: str, spec: DrafterSpec | None) -> RoundConfig:
-    """The round that a user named, if the drafter can run in it; "auto": by the drafter.
+    """Return the round that a user named, if the drafter can run in it; "auto": by the drafter.
 
     Raises:
         ConfigError: as of `parse_round`.
@@ -75,7 +75,7 @@ def round_of(text: str, spec: DrafterSpec | None) -> RoundConfig:
 
 
 def make_round(text: str, **parts: Any) -> Round:
-    """The round that a user named; "auto": by the drafter.
+    """Return the round that a user named; "auto": by the drafter.
 
     Args:
         text: as of `parse_round`.

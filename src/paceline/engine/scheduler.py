@@ -77,8 +77,10 @@ class Scheduler:
 
     @property
     def full(self) -> bool:
-        """Whether as many requests wait as may. Those that the next step has places for do not count, as long as the
-        last one left nobody waiting."""
+        """Return whether as many requests wait as may.
+
+        Those that the next step has places for do not count, as long as the last one left nobody waiting.
+        """
         most = self.config.max_waiting
         if most is None:
             return False
@@ -105,7 +107,7 @@ class Scheduler:
         self.preempted = []
 
     def schedule(self) -> list[Work]:
-        """The rows of the next step. Every work's cache has its rows reserved."""
+        """Return the rows of the next step. Every work's cache has its rows reserved."""
         rows: dict[int, int] = {}
         left = self.config.max_batch_rows
         bounded = self._prompt_rows is not None and self._begin_prompts()
@@ -164,8 +166,10 @@ class Scheduler:
     # -- memory
 
     def _make_room(self, sequence: Sequence, wanted: int, rows: dict[int, int]) -> bool:
-        """Have blocks free for pending rows, preempting less urgent or younger sequences, or this one, if the pool is
-        full; False: it was this one."""
+        """Free blocks for pending rows; return whether the sequence may have them.
+
+        Where the pool is full, less urgent or younger sequences are preempted, or this one.
+        """
         assert sequence.cache is not None
         if sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
             for other in self.running:
@@ -180,8 +184,10 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks; it waits in front of those as urgent, and recomputes its K/V (or finds it in the
-        prefix cache) later."""
+        """Free a sequence's blocks.
+
+        It waits before those as urgent, and recomputes its K/V (or finds it in the prefix cache) later.
+        """
         assert sequence.cache is not None
         self.running.remove(sequence)
         sequence.cache.release()
@@ -288,7 +294,7 @@ class Scheduler:
 
 
 def _priority(sequence: Sequence) -> int:
-    """The priority of the sequence's request: lower is more urgent."""
+    """Return the priority of the sequence's request: lower is more urgent."""
     return sequence.priority
 
 

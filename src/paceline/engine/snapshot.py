@@ -60,7 +60,7 @@ class Snapshot:
 
 
 def take(lives: Iterable[LiveRequest], scheduler: Scheduler, totals: Totals, steps: int) -> Snapshot:
-    """The counters of an engine with these requests in flight; its lock is held meanwhile."""
+    """Return the counters of an engine with these requests in flight; its lock is held meanwhile."""
     by_application = dict(totals.stats)
     for live in lives:
         name = live.application

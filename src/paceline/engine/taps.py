@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..draft.base import DrafterSpec
+from ..draft.base import DrafterSpec, StepFeatures
 from ..kernels.calls import pick
 from .base import Work
 from .passes import Pass, Span
@@ -29,18 +29,16 @@ class Tapped:
     ms: float = 0.0  # that taking them took
 
     def rows(self, p: Pass) -> list[int]:
-        """The rows that are taken, in order."""
+        """Return the rows that are taken, in order."""
         parts = zip(self.starts, p.spans, strict=True)
         return [row for start, span in parts for row in range(start, span.stop)]
 
 
-# What a drafter sees of them, rows of tokens that are kept: `hidden`, `hidden_rows` and `first` of `StepFeatures`.
-Shown = tuple[Mapping[int, Tensor], Sequence[slice], Sequence[int]]
-
-
 def rows_to_tap(p: Pass, spec: DrafterSpec) -> Tapped | None:
-    """The rows whose states a drafter can use: where drafts may follow, those of the last `DrafterSpec.past` tokens, of
-    the root and of all drafted nodes; None: no row."""
+    """Return the rows whose states a drafter can use; None: no row.
+
+    Where drafts may follow, those of the last `DrafterSpec.past` tokens, of the root and of all drafted nodes.
+    """
     if not spec.taps:
         return None
     starts, whole, some = [], True, False
@@ -53,7 +51,7 @@ def rows_to_tap(p: Pass, spec: DrafterSpec) -> Tapped | None:
 
 
 def _start(work: Work, span: Span, past: int | None) -> int:
-    """The first row of a part of a prompt that a drafter needs."""
+    """Return the first row of a part of a prompt that a drafter needs."""
     if past is None:
         return span.start
     cache, known = work.sequence.cache, len(work.sequence.tokens)
@@ -61,9 +59,14 @@ def _start(work: Work, span: Span, past: int | None) -> int:
     return min(span.stop, span.start + max(0, known - max(1, past) - cache.committed))
 
 
-def show(p: Pass, tapped: Tapped) -> Shown:
-    """The states of pending tokens and accepted nodes, of a pass whose tokens are emitted and whose K/V is not yet
-    committed."""
+def show(p: Pass, tapped: Tapped | None) -> StepFeatures:
+    """Return what a drafter is shown of a pass whose tokens are emitted and whose K/V is not yet committed."""
+    committed = [w.sequence.tokens[-n:] if n else [] for w, n in zip(p.works, p.emitted, strict=True)]
+    return StepFeatures([w.sequence for w in p.works], committed, *(() if tapped is None else _states(p, tapped)))
+
+
+def _states(p: Pass, tapped: Tapped) -> tuple[Mapping[int, Tensor], Sequence[slice], Sequence[int]]:
+    """Return the states of pending tokens and accepted nodes; see `StepFeatures` for all three."""
     if tapped.whole and p.tree is None:  # all rows are kept
         caches = [work.sequence.cache for work in p.works]
         first = [0 if cache is None else cache.committed for cache in caches]
@@ -89,7 +92,7 @@ def show(p: Pass, tapped: Tapped) -> Shown:
 
 
 def _picked(source: Mapping[int, Tensor], rows: list[int]) -> Mapping[int, Tensor]:
-    """The rows, ascending, of each tensor; without a copy where they lie side by side."""
+    """Return the rows, ascending, of each tensor; without a copy where they lie side by side."""
     count = len(rows)
     if not count or rows[-1] - rows[0] + 1 == count:
         start = rows[0] if count else 0

@@ -282,9 +282,7 @@ class AnswerText:
 
 
 def _context(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the last ids of a prompt, from where a character begins: those of whole ones, and those of one that is
-    open.
-    """
+    """Return the last ids of a prompt, from where a character begins: whole ones, and those of an open one."""
     for torn in range(_MOST_PARTS + 1):
         end = len(ids) - torn
         for more in range(_MOST_PARTS + 1):

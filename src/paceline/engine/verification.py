@@ -48,7 +48,7 @@ def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None, b: 
 
 
 def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
-    """A verifier that weighs p against the q that the drafts were drawn from."""
+    """Return a verifier that weighs p against the q that the drafts were drawn from."""
 
     def verifier(sequences: abc.Sequence[Sequence], tree: TokenTree, logits: Tensor) -> list[Accepted]:
         """p, uniforms and residual noise of every node, for ``rule``."""
@@ -99,7 +99,7 @@ VERIFIERS: dict[str, VerifierKind] = {
 
 
 def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
-    """The verifier called ``name``, checked against what the drafter proposes.
+    """Return the verifier called ``name``, checked against what the drafter proposes.
 
     Raises:
         ConfigError: unknown name.

@@ -52,9 +52,13 @@ class Network(nn.Module):
     def load(cls, folder: Path, device: torch.device | str = "cpu", frozen: bool = False) -> Network:
         """Return the checkpoint in ``folder``, in float32."""
         network = cls(read_config(folder), device, frozen)
-        load_weights(network.decoder, folder)
+        network.load_weights(folder)
         network.decoder.assert_loaded()
         return network
+
+    def load_weights(self, folder: Path) -> None:
+        """Fill it from a checkpoint; raises ConfigError as `read_layout`."""
+        load_weights(self.decoder, folder)
 
     @property
     def layers(self) -> Sequence[Layer]:

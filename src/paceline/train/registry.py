@@ -119,7 +119,7 @@ KINDS = {
     ),
     "tracks": RecipeKind(
         "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
-        "paceline.train.recipes.distillation:TracksOptions",
+        "paceline.papers.mirror.tracks_training:TracksOptions",
         imitates=lambda options: options.distill > 0,
         cached=True,
     ),

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.mirror_watch import StepTimes, WindowVerdict, watch
+from kit.mirror_watch import WindowVerdict, watch
 from kits.native import needs_kernels
+from kits.spire import spire, whole
+from kits.state import eagle, lyanna
 from kits.tiny import (
     LOOKUP,
     MODEL,
@@ -140,28 +142,6 @@ def test_what_is_reused_is_what_a_fresh_rollout_would_have_drafted() -> None:
     assert sum(v.reused for v in verdicts) > 2
 
 
-@pytest.mark.parametrize("way", ["between", "beside"])
-def test_branches_of_unequal_depth(way: str) -> None:
-    """One budget of rows, the likeliest outcomes first; after the verdict windows are as long as without it."""
-    for name in ("greedy", "warm"):
-        job, nodes = (PROMPTS[2], PARAMS[name]), []
-        serial = assemble(drafter(depth=4), decoder=DECODER)
-        trace = SerialTrace(serial)
-        run(serial, [job])
-        for rows in ("", ",rows=12"):
-            engine, round_, verdicts = mirrored(f"mirror,kappa=8,exit=2,rollout={way}{rows}", depth=4)
-            times: list[StepTimes] = []
-            watch(round_, verdicts.append, times.append)
-            run(engine, [job])
-            assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps and round_.failure is None
-            nodes.append(max(t.nodes for t in times))
-            if rows:
-                assert any(0 < v.prepared < 4 and v.reused for v in verdicts[:-4])
-                assert all((v.prepared > 0) is v.reused for v in verdicts)
-        assert nodes[1] <= 12 + 2 * 4  # with what is left of the branch that is reused, and a fresh window
-        assert way == "beside" or nodes[0] > 100
-
-
 class Dying:
     """Sessions that fail, or lie, after a number of levels."""
 
@@ -203,7 +183,6 @@ def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
         ("mirror", streams(), "drafts in the target's own pass"),
         ("mirror", hybrid_with_streams(), "drafts in the target's own pass"),
         ("mirror", hybrid(f"{LOOKUP}+draft_model:tiny-draft;proposes=point+{MODEL}"), "it has no draft sessions"),
-        ("mirror", drafter(branching="2x1"), "what is prepared for an outcome is a chain"),
         ("mirror", drafter(proposes="sampled"), "draws its drafts for rejection"),
         ("mirror,exit=3", drafter(), "the target has 3 layers"),
         ("mirror,exit=0", drafter(), "the target has 3 layers"),
@@ -219,14 +198,39 @@ def test_what_does_not_fit_is_refused(round_: str, drafter_: Any, wrong: str) ->
         assemble(drafter_, round=round_, decoder=DECODER)
 
 
-def test_drafters_that_need_last_states_are_refused_with_the_reason() -> None:
-    config = parse_round("mirror")
-    assert config is not None
-    for name in ("lyanna", "eagle", "medusa"):
-        reason = config.refusal(DrafterSpec(name=name, taps=(-1,), past=None))
-        assert reason is not None and "drafts from the target's states" in reason[0]
+def test_drafters_that_cannot_draft_ahead_are_refused_with_the_reason() -> None:
+    config, apart = parse_round("mirror"), parse_round("mirror,rollout=process")
+    assert config is not None and apart is not None
     reason = config.refusal(DrafterSpec(name="table"))
     assert reason is not None and "it has no draft sessions" in reason[0]
+    spec = eagle().spec
+    assert config.refusal(spec) is None
+    reason = apart.refusal(spec)
+    assert reason is not None and "which stay in the target's process" in reason[0]
+
+
+WHOLE = tiny_decoder(whole())
+
+
+@pytest.mark.parametrize("where", ["between", "beside"])
+@pytest.mark.parametrize("make", [eagle, lyanna, spire])
+def test_drafters_of_states_draft_from_their_own_below_what_is_not_decided(make: Any, where: str) -> None:
+    """The target's states replace them: about as many passes as with the serial round's chains."""
+    decoder, chain = WHOLE, {"topk": 1, "depth": 3} if make is eagle else {"width": 1, "resample": "off"}
+    given = {"config": whole()} | ({"depth": 3} if make is spire else chain)
+    drafting = assemble(make(**given), round=f"mirror,kappa=5,exit=2,rollout={where}", decoder=decoder)
+    serial, round_ = assemble(make(**given), decoder=decoder), drafting.round
+    passes = {serial: 0, drafting: 0}
+    for params in PARAMS.values():
+        jobs = [(prompt, params) for prompt in PROMPTS]
+        expected = ids(run(assemble(decoder=decoder), jobs))
+        for engine in passes:
+            outputs = run(engine, jobs)
+            assert ids(outputs) == expected and engine.pool.idle
+            passes[engine] += sum(output.stats.passes for output in outputs)
+    assert round_.failure is None and round_.drafter.body._open == {}  # type: ignore[attr-defined]
+    print(make.__name__, where, passes.values(), sum(map(len, expected)))
+    assert passes[drafting] < 1.1 * passes[serial]
 
 
 def save_exits(folder: Path, decoder: Decoder = DECODER, **changes: Any) -> str:

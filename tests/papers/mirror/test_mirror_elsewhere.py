@@ -112,9 +112,7 @@ class Going:
         self.inner.forget()
 
 
-def elsewhere(
-    pace: int, lost: int = 0, rows: int | None = None, **options: Any
-) -> tuple[Engine, Going, list[WindowVerdict], list[StepTimes]]:
+def elsewhere(pace: int, lost: int = 0, **options: Any) -> tuple[Engine, Going, list[WindowVerdict], list[StepTimes]]:
     engine = assemble(drafter(depth=4), round="mirror,kappa=4,exit=2", decoder=DECODER, **options)
     made = engine.round
     assert isinstance(made, MirrorRound)
@@ -122,7 +120,7 @@ def elsewhere(
     going = Going(made.sessions.inner, pace, lost)
     assert isinstance(going, GoingSessions)
     parts = RoundParts(target=made.target, pool=made.pool, drafter=drafter(depth=4))
-    config = MirrorConfig(kappa=4, exit="2", rows=rows)
+    config = MirrorConfig(kappa=4, exit="2")
     round_ = MirrorRound(config, parts, config.exit_head(made.target), going)
     verdicts: list[WindowVerdict] = []
     times: list[StepTimes] = []
@@ -148,18 +146,6 @@ def test_windows_are_the_same_however_late_they_come(name: str) -> None:
         assert going.inner.pool.idle and engine.pool.idle
     assert all(one == traces[0] for one in traces)
     assert reused[0] == reused[1] == reused[2] == reused[3] > 0
-
-
-def test_what_was_not_prepared_of_a_branch_is_drafted_after_the_verdict() -> None:
-    """However late it comes: windows are those of branches that were prepared whole."""
-    verdicts: list[list[WindowVerdict]] = []
-    for pace, rows in ((99, None), (99, 6), (1, 6), (0, 6)):
-        engine, going, own, _ = elsewhere(pace, rows=rows)
-        assert ids(run(engine, [(PROMPTS[2], PARAMS["greedy"])])) == plain([(PROMPTS[2], PARAMS["greedy"])])
-        verdicts.append(own)
-        assert going.inner.pool.idle and not going.growths
-    assert all(trace(own) == trace(verdicts[0]) for own in verdicts)
-    assert any(v.reused and 0 < v.prepared < 4 for v in verdicts[1][:-4])
 
 
 @pytest.mark.parametrize("lost", [3, 7])

@@ -23,10 +23,10 @@ from paceline.model.joins import RankMemory
 from paceline.model.packing import RowPacker
 from paceline.model.parallel import LOGITS, Ranks
 from paceline.papers.mirror.tracks import Tracks, load_tracks, track_share
-from paceline.papers.mirror.tracks_training import TracksNetwork
+from paceline.papers.mirror.tracks_training import TracksNetwork, TracksOptions
 from paceline.train.data import Example, Mixture
 from paceline.train.network import Network
-from paceline.train.recipes.distillation import DraftModelRecipe, TracksOptions
+from paceline.train.recipes.distillation import DraftModelRecipe
 from paceline.weights import zoo
 from paceline.weights.source import read_config, resolve
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.static_tree import StaticTreeConfig
 from kit.synthetic import SyntheticConfig
+from kit.ticks import watch_ticks
 from kits.native import needs_kernels
+from kits.state import eagle, lyanna
 from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
@@ -19,6 +22,7 @@ from paceline.draft.local_sessions import LocalGrowing, LocalSessions
 from paceline.draft.ngram import NgramConfig
 from paceline.draft.sessions import Ask, Grown
 from paceline.draft.suffix import SuffixConfig
+from paceline.engine.base import RoundParts
 from paceline.engine.engine import Engine
 from paceline.engine.rounds import parse_round
 from paceline.papers.specpipe.records import Tick
@@ -46,9 +50,7 @@ def drafter(noise: float = 0.03, **shape: Any) -> Any:
 def piped(draft: Any, stages: int = 4, options: str = "", **parts: Any) -> tuple[Engine, PipelineRound, list[Tick]]:
     engine = assemble(draft, round=f"pipeline,stages={stages}{options}", **{"decoder": DECODER} | parts)
     assert isinstance(engine.round, PipelineRound)
-    ticks: list[Tick] = []
-    engine.round.on_tick = ticks.append
-    return engine, engine.round, ticks
+    return engine, engine.round, watch_ticks(engine.round)
 
 
 def ids(outputs: Sequence[Any]) -> list[list[int]]:
@@ -165,11 +167,20 @@ def test_a_broken_source_is_left_alone() -> None:
     assert "vocabulary" in str(round_.failure)
 
 
+@pytest.mark.parametrize("make", [eagle, lyanna])
+def test_drafters_of_states_are_sources(make: Any) -> None:
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    engine, round_, ticks = piped(make(config=CONFIG))
+    assert ids(run(engine, jobs)) == plain(jobs)
+    assert round_.failure is None and engine.pool.idle and round_.drafter.body._open == {}
+    assert sum(tick.hits for tick in ticks) > 3
+
+
 def test_what_cannot_run_is_refused_with_the_reason() -> None:
     config = parse_round("pipeline,stages=5")
     assert config is not None
-    taps = config.refusal(DrafterSpec(name="eagle", default_budget=4, taps=(-1,)))
-    assert taps is not None and "5 ticks" in taps[0] and "eagle" in taps[0]
+    low = config.refusal(DrafterSpec(name="eagle", default_budget=4, taps=(2, 5)))
+    assert low is not None and "after layer 2" in low[0] and "eagle" in low[0]
     beside = config.refusal(streams().spec)
     assert beside is not None and "drafts in the target's own pass" in beside[0]
     with pytest.raises(CapabilityError, match="drawn"):
@@ -259,15 +270,16 @@ def test_requests_share_the_rows_of_a_level(rows: int) -> None:
 def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
     """SpecInfer in the same stages: a tree goes through all stages before the next one enters."""
     jobs = [(PROMPTS[1], GREEDY)]
-    engine, round_, ticks = piped(drafter(0.0), 4, ",tree=1x1x3x1x1x1x1x1")
+    draft = drafter(0.0)
+    engine, _, _ = piped(draft)
+    engine.round = StaticTreeConfig(stages=4).build(RoundParts(target=DECODER, pool=engine.pool, drafter=draft))
+    ticks = watch_ticks(engine.round)
     assert ids(run(engine, jobs)) == plain(jobs)
     assert {tick.said for tick in ticks} >= {0, 1, 9}
     entered = [tick.entered for tick in ticks if tick.entered]
     assert max(entered[1:]) == 21  # the root, 1 + 1 + 6 * 3 nodes
     assert len(ticks) == 4 * (1 + 5)  # the prompt; 5 trees of 9 tokens, the last one cut short
-    batch = [(prompt, GREEDY) for prompt in PROMPTS]
-    engine, round_, _ = piped(drafter(0.1), 4, ",tree=1x2x1")
-    assert ids(run(engine, batch)) == plain(batch) and round_.failure is None
+    assert engine.round.failure is None
 
 
 # -- lossy rules

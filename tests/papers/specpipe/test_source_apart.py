@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.paced import PacedDrafts
+from kit.ticks import watch_ticks
 from kits.stage import Stand
 from kits.tiny import VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
 
@@ -57,15 +58,12 @@ def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, lis
         return RemoteSessions(made[0])
 
     engine = assemble(drafter, round="pipeline,stages=4", decoder=DECODER)
-    old = engine.round
-    assert isinstance(old, PipelineRound) and isinstance(engine.pool, KVPool)
+    assert isinstance(engine.pool, KVPool)
     config = PipelineConfig(stages=4, source="process", threads=1)
     round_ = config.build(RoundParts(target=DECODER, pool=engine.pool, drafter=drafter, serve=serve))
     assert isinstance(round_, PipelineRound) and asked == [(config.nodes, Place((), 1))]
-    ticks: list[Tick] = []
-    round_.on_tick = ticks.append
     engine.round = round_
-    return engine, made[0], ticks
+    return engine, made[0], watch_ticks(round_)
 
 
 def slowly(ticks: list[Tick], engine: Engine) -> None:
@@ -96,18 +94,15 @@ def test_one_that_is_lost_comes_back_and_drafts_again() -> None:
     engine, stand, ticks = apart()
     slowly(ticks, engine)
     lost = []
-    round_: Any = engine.round
-    told = round_.on_tick
 
     def on_tick(tick: Tick) -> None:
-        told(tick)
         if len(ticks) in (9, 30):
             lost.append(len(ticks))
             stand.failed("died")
 
-    round_.on_tick = on_tick
+    watch_ticks(engine.round, on_tick)
     assert ids(run(engine, jobs)) == plain(jobs)
-    assert lost == [9, 30] and stand.starts == 3 and round_.failure is None
+    assert lost == [9, 30] and stand.starts == 3 and engine.round.failure is None
     assert sum(tick.hits for tick in ticks[45:]) > 3
     assert ids(run(engine, jobs)) == plain(jobs)
 

@@ -16,7 +16,7 @@ from ...core.errors import CapabilityError, ConfigError
 from ...core.inference import inference
 from ...draft import registry
 from ...draft.fit import TrainedDrafterConfig
-from ...draft.states.body import StateDrafter
+from ...draft.states.sessions import StateDrafter
 from ...engine.engine import Engine
 from ...weights.files import fingerprint
 from .serving import Learning, learned_part

@@ -25,8 +25,8 @@ from typing import Any
 
 from ...core.errors import CapabilityError, ConfigError
 from ...draft.base import Drafter
-from ...draft.states.body import StateDrafter
 from ...draft.states.network import LAST
+from ...draft.states.sessions import StateDrafter
 from ...engine.engine import Engine
 from ...engine.live import LiveRequest
 from . import files
@@ -139,7 +139,7 @@ class Learning:
 
     def _take(self, number: int, fresh: StateDrafter) -> None:
         """Replace the part by another drafter; running sequences are drafted for from their next states on."""
-        self.part.body.drop([*self.part.body.texts])
+        self.part.release([s.key for live in self.engine.live.values() for s in live.sequences])
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
         _become(self.part, vars(fresh) | {"witness": self._collector.observe})

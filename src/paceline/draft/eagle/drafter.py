@@ -23,12 +23,12 @@ from ...model.hot import load_hot
 from ...weights.source import read_config
 from ..base import DrafterSpec, DraftRequest
 from ..fit import TrainedDrafterConfig
-from ..growth import Grower, Growth, compiles, pack_frontier
+from ..growth import Grower, Growth, compiles
 from ..proposal import Proposal
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
-from ..states.body import StateBody, StateDrafter
 from ..states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
+from ..states.sessions import StateDrafter, StateSessions
 from .eagle3 import Eagle3Model, Eagle3Network
 from .model import EagleModel, load_head, read_head
 
@@ -112,6 +112,8 @@ class EagleDrafter(StateDrafter):
             proposes=config.proposes,
             default_budget=config.nodes if config.topk > 1 else min(config.nodes, self.depth),
             tree=config.topk > 1,
+            ahead=True,
+            ahead_levels=self.depth,
         )
         self._grower = Grower((1,) * self.depth, config.topk, config.proposes)
 
@@ -119,7 +121,7 @@ class EagleDrafter(StateDrafter):
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the target, and make the layer over its embedding and head."""
-        model = self.model
+        model, self.target = self.model, target
         c, name = (model.head.config, model.facts.target) if isinstance(model, EagleModel) else (model.config, "")
         self.config.check_shape(c, name, target)
         own, lent = model.embedding, target.handle
@@ -137,7 +139,7 @@ class EagleDrafter(StateDrafter):
                 asked = f"{self.config.asked} with storage={self.config.storage}"
                 raise CapabilityError(asked, "an EAGLE-3 head runs on plain weights alone", "leave out storage")
             network = Eagle3Network(model, model.taps(target.num_layers), target.handle, device)
-        self.body = StateBody(network, room, self.config.past, max_sequences, pool_tokens, device)
+        self.body = StateSessions(self, network, room, self.config.past, max_sequences, pool_tokens, device)
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
@@ -155,7 +157,7 @@ class EagleDrafter(StateDrafter):
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
         if self.body.fuse is not None and compiles(growths, self.config.proposes):
             return self._grow_compiled(growths, floor)
-        return self._grower.bounded(floor).grow(growths, lambda alive: self.body.network.logits(self._forward(alive)))
+        return self._grower.bounded(floor).grow(growths, self.body.logits_after)
 
     def _grow_compiled(self, growths: Sequence[Growth], floor: float) -> int:
         """Return the same in one compiled call."""
@@ -178,18 +180,3 @@ class EagleDrafter(StateDrafter):
         keys = text.cache.slots(0, first + len(tokens) + room)
         most, shift = growth.budget, text.start + 1
         return TreeStart(tokens, first, room, keys, growth.budget, levels, most, growth.rules, shift, states)
-
-    def _forward(self, growths: Sequence[Growth]) -> Tensor:
-        """Return [frontier nodes of all, d] the states that they predict."""
-        if not growths[0].states:  # the roots, whose states are the texts' own
-            found = self.body.catch_up([growth.sequence for growth in growths])
-        else:
-            packer, fed = self.body.packer(), []
-            for growth in growths:
-                pack_frontier(packer, growth, self.body.texts[growth.sequence.key].cache)
-                fed += [growth.states[growth.draft.parents[node - 1]] for node in growth.frontier]
-            found = self.body.run(packer, torch.stack(fed))
-        rows = iter(found)
-        for growth in growths:
-            growth.states |= {node: next(rows) for node in growth.frontier}
-        return found

@@ -1,5 +1,7 @@
-"""EAGLE-3 heads, as published: three taps in place of the last state, a layer that reads token and state apart, and an
-output head of their own over a smaller vocabulary.
+"""EAGLE-3 heads, as published.
+
+Three taps in place of the last state, a layer that reads token and state separately, and an output head of their own
+over a smaller vocabulary.
 
     g = fc [low, mid, high]                                of a row of the text; a drafted row has its parent's output
     h = g + attention([norm(E(t)), norm(g)]),  h + mlp     the next state, from the state and the token after it

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from ...weights.trained_files import TrainedConfig, TrainedFiles
 from ..states.head import StateHead
 from .eagle3 import Eagle3Model
 from .speculators import flat, is_speculators
-
-if TYPE_CHECKING:
-    from ...papers.lyanna.token_info import TokenInfo
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 OWN = "paceline"  # the entry of the config with our facts
@@ -61,6 +58,7 @@ class EagleModel(nn.Module):
     """
 
     reads_tokens = feeds_tokens = True
+    info: Any = None  # what tokens say about their children's logits: nothing
 
     def __init__(
         self,
@@ -73,7 +71,6 @@ class EagleModel(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_config, self.facts = dict(layer), facts
-        self.info: TokenInfo | None = None
         self.embedding: Tensor | None = None  # the target's, as the file has it; None: it holds none
         named = {**layer, "architectures": None}  # published heads have names of their own there
         self.head = StateHead(named, input_norm=False, bias=bias, dtype=dtype, device=device)
@@ -160,7 +157,8 @@ def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
 
 
 def is_third(values: Mapping[str, Tensor]) -> bool:
-    """Return whether these are the tensors of an EAGLE-3 head: it has an output head of its own, and a norm for
-    states.
+    """Return whether these are the tensors of an EAGLE-3 head.
+
+    It has an output head of its own, and a norm for states.
     """
     return any(name.startswith(("midlayer.", "d2t", "t2d")) or name.endswith("hidden_norm.weight") for name in values)

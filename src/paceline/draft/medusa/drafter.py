@@ -132,8 +132,10 @@ class MedusaDrafter(Drafter):
 
     @inference
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """One tree a sequence; nothing where no state of the token in front of it was seen, and nothing was left
-        over of the last draft."""
+        """Return one tree a sequence.
+
+        Empty where no state of the token before it was seen, and nothing was left over of the last draft.
+        """
         rows = [*want.rows()]
         left = [self._resampling.take(*row) for row in rows]
         fresh, again = self._fresh(want, left), [Proposal() for _ in rows]
@@ -146,7 +148,7 @@ class MedusaDrafter(Drafter):
         return [*map(merge, fresh, again)]
 
     def _fresh(self, want: DraftRequest, left: abc.Sequence[LevelScores | None]) -> list[Proposal]:
-        """What the heads say now, as far as they are asked."""
+        """Return the heads' output where a new draft is wanted."""
         views = want.sequences
         room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
         able = [
@@ -175,7 +177,7 @@ class MedusaDrafter(Drafter):
         return self.config.proposes == "coupled"
 
     def _said(self, views: abc.Sequence[Sequence]) -> list[LevelScores]:
-        """What the heads say to each sequence: in short where compiled code knows its rules, else by logits."""
+        """Return the heads' output: short where compiled code knows a sequence's rules, else logits."""
         states, samplers = self._states(views), [view.sampler for view in views]
         compiled = self._pass.native
         if compiled is not None and all(s.plain or s.draws for s in samplers):
@@ -228,7 +230,9 @@ class HeadPass:
 
 
 def static_trees(rates: abc.Sequence[abc.Sequence[float]], nodes: int) -> list[Proposal]:
-    """The trees of 1, 2, .. levels that hit most often, best nodes first; ``tokens`` are ranks among a head's tokens.
+    """Return the trees of 1, 2, .. levels that hit most often, best nodes first.
+
+    ``tokens`` are ranks among a head's tokens.
 
     A path of ranks is taken to be right with the product of their hit rates (section 3.3).
 
@@ -243,7 +247,7 @@ def static_trees(rates: abc.Sequence[abc.Sequence[float]], nodes: int) -> list[P
 def filled(
     tree: Proposal, tokens: abc.Sequence[abc.Sequence[int]], log_q: abc.Sequence[abc.Sequence[float]], budget: int
 ) -> Proposal:
-    """The first nodes of a static tree with the tokens of the moment, without those that a rule forbids.
+    """Return the first nodes of a static tree with the tokens of the moment, without those that a rule forbids.
 
     Args:
         tree: of `static_trees`.

@@ -133,8 +133,7 @@ class Heads(nn.Module):
 
 
 def read_config(folder: Path) -> HeadsConfig | None:
-    """Return the configuration in a folder of heads; None: they are published ones, whose tensors alone say what they
-    are.
+    """Return the configuration in a folder of heads; None: they are published ones, which have none.
 
     Raises:
         ConfigError: neither, or a file that is broken.
@@ -170,9 +169,7 @@ def _published_file(folder: Path) -> Path | None:
 
 
 def _load_published(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Heads:
-    """Return heads in the form of the Medusa repository: ``0.0.linear.weight``, ``0.0.linear.bias``, ``0.1.weight``,
-    ..
-    """
+    """Return heads in the form of the Medusa repository: ``0.0.linear.weight``, ``0.1.weight`` and so on."""
     file = _published_file(folder)
     assert file is not None, "it was found before"
     parts: dict[tuple[int, int, str], Tensor] = {}

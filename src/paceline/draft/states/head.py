@@ -95,8 +95,10 @@ class StateHead(nn.Module):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> None:
-        """Random start: N(0, 0.02) with residual projections smaller by sqrt(2), as `Network.init_weights`; the fusing
-        map keeps the size of what it reads; norms at one; no token is zero."""
+        """Fill with a random start: N(0, 0.02), residual projections smaller by sqrt(2), as `Network.init_weights`.
+
+        The fusing map keeps the size of what it reads; norms are one; no token is zero.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name == "blank" or name.endswith("bias") else 1.0)

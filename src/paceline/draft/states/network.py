@@ -37,8 +37,10 @@ def storage_option() -> Storage:
 
 
 def stored_as(asked: Storage, target: TargetInfo) -> Quant | None:
-    """Return the storage of a drafter's weights; None: plain. By default a draft takes the same share of a pass as of
-    one over plain weights."""
+    """Return the storage of a drafter's weights; None: plain.
+
+    By default a draft takes the same share of a pass as of one over plain weights.
+    """
     if asked != "auto":
         return None if asked == "plain" else asked
     of_target = None if target.handle.stack is None else target.decoder.quant
@@ -96,8 +98,10 @@ class HeadNetwork:
         return hidden[LAST]
 
     def final(self, states: Tensor) -> Tensor:
-        """Return [rows, d] the states that rows are made of, from what was kept: after the final norm. Where rows
-        are fused in compiled code, that does it."""
+        """Return [rows, d] the states that rows are made of: the kept ones after the final norm.
+
+        Where rows are fused in compiled code, that does it.
+        """
         return self.handle.final(states)
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:

@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 class GrammarMatcher:
-    """See `core.grammar.Matcher`. One parser follows the output and only moves forward; drafts are followed by copies
-    of it. So grammars work that cannot be taken back (``max_tokens=``, ``stop=``), and whatever a draft runs
-    into is thrown away with its copy.
+    """Grammar of one output; see `core.grammar.Matcher`.
+
+    One parser follows the output and only moves forward; drafts are followed by copies of it. So grammars work that
+    cannot be taken back (``max_tokens=``, ``stop=``), and whatever a draft runs into is thrown away with its copy.
 
     Args:
         parser: gives one at the beginning of an output; called again where the last one failed.
@@ -84,8 +85,10 @@ class GrammarMatcher:
             return None
 
     def _ask(self, ids: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
-        """Return the answer of a parser that has read these ids; None: the grammar does not allow them. A parser that
-        fails, which may come from questions about other texts, is replaced and asked once more."""
+        """Return the answer of a parser that has read these ids; None: the grammar does not allow them.
+
+        A parser that fails, which may come from questions about other texts, is replaced and asked once more.
+        """
         for _ in range(2):
             parser, read = self._draft = self._led(self._draft, ids)
             answer = question(parser) if len(read) == len(ids) else None

@@ -26,8 +26,8 @@ from ...draft.growth import Grower, Growth
 from ...draft.proposal import Proposal
 from ...draft.registry import DrafterContext, option, proposes_option
 from ...draft.resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
-from ...draft.states.body import StateBody, StateDrafter
 from ...draft.states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
+from ...draft.states.sessions import StateDrafter, StateSessions
 from ...kernels.drafts import MANY, SampleStart, sample, token_info
 from ...kernels.linear import NativeLinear
 from ...model.hot import load_hot
@@ -105,6 +105,8 @@ class LyannaDrafter(StateDrafter):
             default_budget=self._resampling.most,
             tree=config.width > 1 or self._resampling.on,
             sources=self._resampling.sources(config.kind),
+            ahead=True,
+            ahead_levels=self.depth,
         )
         self._grower = Grower((1,) * self.depth, config.width, config.proposes)
         self._bias: Bias = lambda tokens: None
@@ -115,7 +117,7 @@ class LyannaDrafter(StateDrafter):
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the target, and make the layer over its embedding and head."""
-        shape = self.model.shape
+        shape, self.target = self.model.shape, target
         self.config.check_shape(self.model.head.config, shape.target, target)
         if shape.tokenizer and (tokenizer_mark(target.tokenizer) or shape.tokenizer) != shape.tokenizer:
             wrong = f"trained for {shape.target or 'another model'}: its tokenizer differs from {target.name}'s"
@@ -123,12 +125,17 @@ class LyannaDrafter(StateDrafter):
             raise CapabilityError(self.config.asked, wrong, remedy)
         reads, quant = self.model.reads_tokens, stored_as(self.config.storage, target)
         network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot, quant)
-        self.body = StateBody(network, self.depth, self.config.past, max_sequences, pool_tokens, device)
+        self.body = StateSessions(self, network, self.depth, self.config.past, max_sequences, pool_tokens, device)
         info = _token_info(self.model, target.handle, device)
         self._bias = _bias(info)
         if info is not None and self.body.fuse is not None:
             table = info[1] if self._hot is None else info[1][self._hot]
             self._info = token_info(info[0], NativeLinear(table, None))
+
+    def logits(self, states: Tensor, tokens: abc.Sequence[int]) -> Tensor:
+        """See `StateDrafter`: with what the tokens say about their children."""
+        said, logits = self._bias(tokens), super().logits(states, tokens)
+        return logits if said is None else logits + said
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
@@ -168,7 +175,7 @@ class LyannaDrafter(StateDrafter):
         return self.body.fuse is not None and known and self.config.sampling == "token_info"
 
     def _grow_compiled(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
-        """What `_grow` does, in one compiled call."""
+        """Do what `_grow` does, in one compiled call."""
         body, stack = self.body, self.body.stack
         assert stack is not None and body.fuse is not None
         able = [draft for draft in drafts if draft.steps or draft.again is not None]
@@ -201,7 +208,7 @@ class LyannaDrafter(StateDrafter):
         return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
 
     def _keep(self, draft: _SequenceDraft, logits: Tensor) -> Growth:
-        """The new draft's tree, still empty; its logits [steps, V] stay for the next time."""
+        """Keep a new draft's logits [steps, V] for the next time; return its tree, still empty."""
         draft.fresh = Growth(draft.view, MANY, len(logits), logits=logits)
         self.states_drafted += len(logits)
         self._resampling.keep(draft.view, logits)
@@ -265,7 +272,7 @@ def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) 
 
 
 def _bias(info: tuple[Tensor, Tensor] | None) -> Bias:
-    """What a few tokens say about their children, [tokens, V]."""
+    """Return [tokens, V] what a few tokens say about their children."""
     if info is None:
         return lambda tokens: None
     wide = torch.float64 if info[0].dtype == torch.float64 else torch.float32

@@ -76,8 +76,9 @@ class LyannaModel(nn.Module):
     # -- files
 
     def resume(self, folder: Path) -> None:
-        """Take the parameters of a trained drafter, to train them on; its target may have been an earlier state of this
-        one.
+        """Take the parameters of a trained drafter, to train them on.
+
+        Its target may have been an earlier state of this one.
 
         Raises:
             ConfigError: it is of another shape, or cannot be read.

@@ -1,5 +1,7 @@
-"""The recipe ``lyanna``: a drafter of states, with token-info at its logits, over a frozen target (Lyanna, 4.1 and
-5.1)."""
+"""The recipe ``lyanna``: a drafter of states, with token-info at its logits, over a frozen target.
+
+Source: Lyanna, sections 4.1 and 5.1.
+"""
 
 from __future__ import annotations
 

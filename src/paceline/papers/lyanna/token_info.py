@@ -58,8 +58,7 @@ class TokenInfo(nn.Module):
         return {"token_info.down": self.down.data, "token_info.up": self.up.data, "token_info.gain": self.gain.data}
 
     def factors(self, embedded: Tensor) -> Tensor:
-        """Return u = a / rms(a W2), [..., r], from ``embedded`` [..., n], the target's embedding of the parents'
-        tokens."""
+        """Return u = a / rms(a W2), [..., r], from the target's embedding [..., n] of the parents' tokens."""
         wide = torch.float64 if self.up.dtype == torch.float64 else torch.float32
         a = embedded.to(self.down.dtype) @ self.down
         a, up = a.to(wide), self.up.to(wide)

@@ -22,8 +22,10 @@ Bias = Callable[[Sequence[int]], "Tensor | None"]
 
 
 def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -> None:
-    """Algorithm 1 for several sequences at once: level by level the k likeliest children of every node of Q, and of all
-    of them the k with the highest joint probability are the next Q.
+    """Run Algorithm 1 for several sequences at once.
+
+    Level by level the k likeliest children of every node of Q, and of all of them the k with the highest joint
+    probability are the next Q.
 
     The trees are whole ones; `Proposal.best` cuts one to a verification budget: the nodes with the highest cumulative
     probability, which holds every kept node's parent, since no node is likelier than its parent.
@@ -43,8 +45,7 @@ def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -
 
 
 def beam_sampling(logits: Tensor, width: int, budget: int) -> Proposal:
-    """Return the naive way (section 5.2): the ``budget`` paths with the highest product of probabilities, levels
-    independent.
+    """Return the naive way (section 5.2): the ``budget`` likeliest paths, levels independent.
 
     Args:
         logits: [levels, V] raw.

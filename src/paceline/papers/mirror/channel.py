@@ -6,7 +6,6 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 7 and 9.
 from __future__ import annotations
 
 from collections import abc
-from math import exp
 
 from torch import Tensor
 
@@ -49,25 +48,3 @@ def speak(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int,
         tokens_of.append([token for token, _ in kept])
         log_p_of.append([value for _, value in kept])
     return tokens_of, log_p_of
-
-
-def outcome_chances(log_p: abc.Sequence[abc.Sequence[float]], kept: abc.Sequence[float]) -> list[list[float]]:
-    """How likely each candidate is to be what comes next, as far as can be known at mid-depth.
-
-    Where a window ends goes by how often drafts were accepted so far; the exit says with what, if it is with one of
-    its candidates.
-
-    Args:
-        log_p: [gamma + 1][<= kappa] of the candidates, see `speak`.
-        kept: [gamma] chance of the token at each place of the window to be accepted after those in front of it.
-
-    Returns:
-        [gamma + 1][<= kappa], 1 together at most.
-    """
-    found, reached = [], 1.0
-    for place, row in enumerate(log_p):
-        passed = kept[place] if place < len(log_p) - 1 else 0.0
-        shares = [exp(value) for value in row]
-        found.append([reached * (1 - passed) * share / (sum(shares) or 1.0) for share in shares])
-        reached *= passed
-    return found

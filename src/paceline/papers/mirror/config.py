@@ -48,22 +48,12 @@ class MirrorConfig(AheadConfig):
         "between",
         help="drafts while the target stands still at its exit, or beside its other layers: in a thread, in a process",
     )
-    rows: int | None = option(
-        None,
-        help="drafted tokens of a request's rollout at most, most below its likeliest outcomes; none: below each "
-        "outcome as many as a window has",
-        minimum=1,
-    )
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL'"
         if spec is None:
             return "it has nothing to draft with", remedy
-        late = "which ends too late", "and drafting begins in the middle of a pass"
-        if spec.ahead and spec.tree and not spec.ahead_levels:
-            wrong = f"{spec.name} drafts trees, and what is prepared for an outcome is a chain"
-            return wrong, "leave out branching and topk"
-        return self.misfit(spec, *late, remedy)
+        return self.misfit(spec, "which ends too late", remedy)
 
     def build(self, parts: RoundParts) -> MirrorRound:
         assert parts.drafter is not None
@@ -82,7 +72,7 @@ class MirrorConfig(AheadConfig):
         return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
 
     def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
-        """The exit of a target, and all else that is asked for checked against it.
+        """Return the exit of a target, and check all other options against it.
 
         Raises:
             ConfigError: an exit outside the target, more candidates than tokens, a folder without trained exits.

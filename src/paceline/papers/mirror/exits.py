@@ -77,9 +77,7 @@ class ExitHeads(nn.Module):
     @staticmethod
     @torch.no_grad()
     def fresh(config: ExitsConfig, generator: torch.Generator | None = None) -> ExitHeads:
-        """Return exits to be trained, in float32: random, of a length that keeps that of the states, or that adds
-        nothing.
-        """
+        """Return exits to be trained, in float32: random, as long as the states, or adding nothing."""
         heads, d = ExitHeads(config), config.d_model
         fill_normal(heads.down, d**-0.5, generator)
         if config.skip:
@@ -128,8 +126,9 @@ class ExitHead:
 
 
 def exit_of(folder: Path, target: Decoder, layer: int, name: str, mark: str | None = None) -> ExitHead:
-    """Return the trained exit of a folder after the first ``layer`` layers of the target ``name``; ``mark`` is its
-    checkpoint's `fingerprint`, None: not looked at.
+    """Return the trained exit of a folder after the first ``layer`` layers of the target ``name``.
+
+    ``mark`` is its checkpoint's `fingerprint`, None: not compared.
 
     Raises:
         ConfigError: as of `load`.
@@ -145,7 +144,8 @@ def exit_of(folder: Path, target: Decoder, layer: int, name: str, mark: str | No
 
 
 def exit_layer(text: str, num_layers: int, asked: str) -> int:
-    """Return layers in front of an exit, from a number of them or a share such as ``1/2``, which is rounded down;
+    """Return layers before an exit, from a number of them or a share such as ``1/2``, which is rounded down.
+
     ``asked`` begins messages.
 
     Raises:

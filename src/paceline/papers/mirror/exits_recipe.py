@@ -48,9 +48,7 @@ class ExitRecipe:
 
     @torch.no_grad()
     def states(self, batch: TokenBatch) -> list[Tensor]:
-        """Return [rows, d_model] of the tokens with weight: after the layers of every exit, and after the last
-        layer.
-        """
+        """Return [rows, d_model] of the tokens with weight: after the layers of every exit, and after the last."""
         rows = batch.weights > 0
         hidden, found, start = self.target.embed(batch.tokens), [], 0
         for stop in (*self.module.config.layers, self.target.config.num_layers):
@@ -89,8 +87,11 @@ class ExitRecipe:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """By domain and layer: how often the likeliest token is the text's (accuracy) and the target's (agreement), and
-        the target's own probability of the kappa likeliest (overlap mass, eq. 9, at every position)."""
+        """Measure by domain and layer accuracy, agreement and overlap mass.
+
+        How often the likeliest token is the text's (accuracy) and the target's (agreement), and the target's own
+        probability of the kappa likeliest (overlap mass, eq. 9, at every position).
+        """
         figures: dict[str, float] = {}
         for domain, batches in self.held_out.items():
             rows, hits, masses = self._sums(batches)

@@ -44,7 +44,6 @@ class Branch:
     levels: int  # tokens wanted
     token: int = -1  # that may be said; -1: a chain below the root
     place: int = -1  # of it: after so many accepted tokens
-    whole: int = 0  # tokens wanted if it is said; 0: as many
     node: int = ROOT  # of ``token``
     stuck: bool = False  # it goes no further: want of room, or no token is allowed
     prepared: int = 0  # tokens that were there at the verdict, if the token was said
@@ -95,8 +94,10 @@ class Rollout:
     # -- drafting
 
     def run(self) -> None:
-        """Have all of it drafted now. Raises what the drafter raises, and ValueError where it answers nonsense; so do
-        `start` and `finish`."""
+        """Draft all of it now.
+
+        Raises what the drafter raises, and ValueError where it answers nonsense; so do `start` and `finish`.
+        """
         self.start()
         self._end()
 
@@ -122,7 +123,6 @@ class Rollout:
         self._end()
         self._given, self._open = {}, []
         for branch in reused.values():  # what came true is wanted whole
-            branch.levels = max(branch.levels, branch.whole)
             if not branch.stuck and len(branch.chain) < branch.levels:
                 self._open.append(branch)
         self.run()
@@ -175,9 +175,7 @@ class Rollout:
     # -- levels
 
     def asks(self) -> tuple[list[Ask], list[list[int]]]:
-        """Return the first level of everything, and how many tokens are wanted below each of its nodes, given ones
-        first.
-        """
+        """Return the first level of everything, and the tokens wanted below each of its nodes, given ones first."""
         asks, levels = [], []
         for key, branches in self._by_key().items():
             given = self._given.get(key, ())
@@ -239,25 +237,3 @@ class Rollout:
             raise ValueError("an answer of another form than its question")
         if any(not 0 <= token < self._vocab for token in answer.tokens):
             raise ValueError("a drafted token lies outside the vocabulary")
-
-
-def share_rows(chances: Sequence[float], most: Sequence[int], rows: int, kept: float) -> list[int]:
-    """Return levels of each branch under one budget, so that what is prepared is worth most.
-
-    A row on level l of a branch is of use where its outcome comes true and the l tokens in front of it are accepted:
-    the likeliest rows are taken. Of equals the earlier branch's.
-
-    Args:
-        chances: [branches] of the outcomes.
-        most: [branches] levels that are wanted at most.
-        rows: of all branches together.
-        kept: chance of a drafted token to be accepted after those in front of it.
-
-    Returns:
-        [branches] levels, 0 for those that are not worth a row.
-    """
-    worth = [(chance * kept**level, branch) for branch, chance in enumerate(chances) for level in range(most[branch])]
-    levels = [0] * len(chances)
-    for _, branch in sorted(worth, key=lambda one: (-one[0], one[1]))[:rows]:
-        levels[branch] += 1
-    return levels

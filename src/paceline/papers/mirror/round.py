@@ -18,34 +18,28 @@ import torch
 from ...core.inference import inference
 from ...core.sequence import Sequence
 from ...core.tree import TokenTree
-from ...draft.base import DraftRule, Levels
+from ...draft.base import DraftRule, Levels, StepFeatures
 from ...draft.sessions import GoingSessions, Opening
 from ...engine.ahead import SessionGuard
 from ...engine.base import RoundParts, StepResult, Work
 from ...engine.outcome import Emitter, keep
 from ...engine.passes import Pass, decide, embed, lay_out, read_logits
+from ...engine.taps import rows_to_tap, show
 from ...engine.verification import make_verifier
-from .channel import outcome_chances, speak
+from ...model.base import Taps
+from .channel import speak
 from .exits import ExitHead
-from .rollout import Branch, Chain, Outcome, Rollout, share_rows
+from .rollout import Branch, Chain, Outcome, Rollout
 
 if TYPE_CHECKING:
     from .config import MirrorConfig
-
-# Told of a pass once it is decided, before its tokens are emitted: windows by work, and what the exit said. Gives what
-# is told of the step's end: the rollout, the branches that are reused, and when, by `perf_counter`, the step began,
-# windows were drafted, the exit was reached, candidates were laid out, the rollout had started, the pass was decided,
-# tokens were emitted, and the step ended.
-Tell = abc.Callable[[Rollout, abc.Mapping[Outcome, Branch], abc.Sequence[float]], None]
-Watch = abc.Callable[[Pass, abc.Mapping[int, Chain], abc.Mapping[int, Levels]], Tell]
 
 
 class MirrorRound:
     """Verification of one window and drafting of the next at the same time.
 
     Args:
-        config: its options. With ``rows`` branches are of unequal depth, and the one that is reused is drafted to its
-            end after the verdict; without, all are as long as a window.
+        config: its options.
         parts: target, pool, verifier, and a drafter with draft sessions.
         exit_head: what the target says in the middle of its layers.
         sessions: of the drafter, with room for `MirrorConfig.capacity`.
@@ -57,12 +51,11 @@ class MirrorRound:
     name = "mirror"
     busy = False  # a pass ends in the step that began it
     admits = None
-    past = 0
 
     def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: GoingSessions) -> None:
         assert parts.drafter is not None
         spec = parts.drafter.spec
-        self.sources = spec.choices
+        self.sources, self.past = spec.choices, spec.past
         self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
         self.exit, self.sessions = exit_head, sessions
         self.verifier = make_verifier(parts.verifier, spec)
@@ -71,13 +64,10 @@ class MirrorRound:
         self.waits = config.policy == "wait"
         vocab = parts.target.config.vocab_size
         self._kappas = [(size, min(k, vocab)) for size, k in sorted(config.kappas.items(), reverse=True)]
-        self.watch: Watch | None = None  # told of every pass, where anybody listens
         self._rollout: Rollout | None = None  # the one under way
         self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
         self._fallen: set[int] = set()  # whose last outcome was not prepared for
         self._guarded = SessionGuard(spec.name, sessions, self._drop)
-        # By place of a window: tokens that were verified behind accepted ones, and how many of them were accepted.
-        self._offered, self._accepted = [0] * self.gamma, [0] * self.gamma
 
     @property
     def failure(self) -> str | None:
@@ -95,27 +85,26 @@ class MirrorRound:
         p = lay_out(works, drafting, self._trees(drafting))
         windows = {i: self._window(p.works[i]) if p.spans[i].tree_index >= 0 else Chain() for i in p.generating}
         drafted = perf_counter()
+        tapped = rows_to_tap(p, self.drafter.spec)
+        taps = None if tapped is None else Taps(tapped.layers)
         embed(p, self.target)
-        self.target.run_layers(p.state, 0, self.exit.layer, self.pool)
+        self.target.run_layers(p.state, 0, self.exit.layer, self.pool, taps)
         halfway = perf_counter()
-        told = self._speak(p, windows)
-        rollout = self._prepare(p, windows, told)
-        prepared = perf_counter()
+        rollout = self._prepare(p, windows, self._speak(p, windows))
         self._start(rollout)
         started = perf_counter()
-        self.target.run_layers(p.state, self.exit.layer, self.target.num_layers, self.pool)
+        self.target.run_layers(p.state, self.exit.layer, self.target.num_layers, self.pool, taps)
         verify = self.verifier.verify
         decide(p, verify, read_logits(p, self.target, verify))
         checked = perf_counter()
-        self._count(p, windows)
-        tell = None if self.watch is None else self.watch(p, windows, told)
         self.emitter.emit(p)
+        if tapped is not None and taps is not None:
+            tapped.source = {name: states[: p.main_rows] for name, states in taps.hidden.items()}
+            self._observe(show(p, tapped))
         keep(p, self.pool)
         emitted = perf_counter()
-        reused = self._finish(self._said(p), [w.sequence.key for w in works if w.sequence.finished])
+        self._finish(self._said(p), [w.sequence.key for w in works if w.sequence.finished])
         ended = perf_counter()
-        if tell is not None:
-            tell(rollout, reused, (began, drafted, halfway, prepared, started, checked, emitted, ended))
         draft = (drafted - began + started - halfway + ended - emitted) * 1e3
         verified = (halfway - drafted + checked - started) * 1e3
         return p.result(draft, verified, (emitted - checked) * 1e3, draft)
@@ -126,6 +115,14 @@ class MirrorRound:
         self._finish({}, keys)  # where a step ended in its middle
         for key in keys:
             self._close(key)
+        with self._guarded:
+            self.drafter.release(keys)
+
+    def _observe(self, seen: StepFeatures) -> None:
+        """Show the drafter the target's states, which replace its own."""
+        with self._guarded:
+            self.sessions.look()  # what drafts in a thread rests after this
+            self.drafter.observe(seen)
 
     def forget(self) -> None:
         """Let the sessions forget sequences that ended."""
@@ -134,7 +131,7 @@ class MirrorRound:
     # -- windows
 
     def _window(self, work: Work) -> Chain:
-        """What is to be verified of a sequence, within its limits."""
+        """Return what is to be verified of a sequence, within its limits."""
         whole = self._windows.get(work.sequence.key)
         if whole is None:
             return Chain()
@@ -153,7 +150,7 @@ class MirrorRound:
                     self.sessions.open(Opening.of(view))
 
     def _draft_fresh(self, works: abc.Sequence[Work]) -> None:
-        """A chain below the root where a pass would verify nothing."""
+        """Draft a chain below the root where a pass would verify nothing."""
         if not self._windows:
             return
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
@@ -179,7 +176,7 @@ class MirrorRound:
     # -- while the pass is under way
 
     def _speak(self, p: Pass, windows: abc.Mapping[int, Chain]) -> dict[int, Levels]:
-        """The token channel: by work, where a draft may follow."""
+        """Return the token channel: by work, where a draft may follow."""
         told: dict[int, Levels] = {}
         kappa = self._kappa(len(p.generating))
         listening = [i for i in p.generating if self._listens(p.works[i])] if kappa else []
@@ -206,9 +203,9 @@ class MirrorRound:
         return next((k for size, k in self._kappas if batch >= size), 0)
 
     def _prepare(self, p: Pass, windows: abc.Mapping[int, Chain], told: abc.Mapping[int, Levels]) -> Rollout:
-        """A branch below every candidate that leaves room for a draft."""
+        """Begin a branch below every candidate that leaves room for a draft."""
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
-        for i, (tokens_of, log_p) in told.items():
+        for i, (tokens_of, _) in told.items():
             work, window = p.works[i], windows[i]
             wanted = min(work.budget or self.gamma, self.gamma)
             key, branches = work.sequence.key, list[Branch]()
@@ -216,31 +213,8 @@ class MirrorRound:
                 levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
                 if levels > 0:
                     branches += [Branch(key, window.behind(place), levels, token, place) for token in tokens]
-            if self.config.rows is not None:
-                branches = self._share(branches, tokens_of, log_p, self.config.rows)
             rollout.prepare(branches)
         return rollout
-
-    def _share(
-        self, branches: abc.Sequence[Branch], tokens: list[list[int]], log_p: list[list[float]], rows: int
-    ) -> list[Branch]:
-        """The branches that are worth a row, with as many levels as they are worth."""
-        counts = [*zip(self._accepted, self._offered, strict=True)]
-        kept = [(1 + accepted) / (2 + offered) for accepted, offered in counts]
-        mean = (1 + sum(self._accepted)) / (2 + sum(self._offered))
-        by_place = outcome_chances(log_p, kept)
-        chances = [by_place[b.place][tokens[b.place].index(b.token)] for b in branches]
-        for branch, count in zip(branches, share_rows(chances, [b.levels for b in branches], rows, mean), strict=True):
-            branch.levels, branch.whole = count, branch.levels if self.waits else 0
-        return [branch for branch in branches if branch.levels]
-
-    def _count(self, p: Pass, windows: abc.Mapping[int, Chain]) -> None:
-        """Note how many tokens of each window were accepted."""
-        for i in p.generating:
-            accepted, width = len(p.paths[i]), len(windows[i])
-            for place in range(min(accepted + 1, width, self.gamma)):
-                self._offered[place] += 1
-                self._accepted[place] += place < accepted
 
     def _start(self, rollout: Rollout) -> None:
         """Have the rollout drafted."""
@@ -252,7 +226,7 @@ class MirrorRound:
     def _finish(
         self, said: abc.Mapping[Outcome, abc.Sequence[int]], ended: abc.Sequence[int]
     ) -> abc.Mapping[Outcome, Branch]:
-        """The verdict: the windows of the branches that are reused, and none where there was nothing to reuse."""
+        """Apply the verdict: return the branches that are reused, whose windows come next; other windows are empty."""
         rollout, reused = self._rollout, dict[Outcome, Branch]()
         if rollout is None:
             return reused
@@ -274,7 +248,7 @@ class MirrorRound:
     # -- the verdict
 
     def _said(self, p: Pass) -> dict[Outcome, list[int]]:
-        """What was said in answers that go on."""
+        """Return the emitted tokens of answers that continue."""
         found = {}
         for i in p.generating:
             sequence, count = p.works[i].sequence, p.emitted[i]

@@ -41,9 +41,7 @@ from ...weights.source import Source, parse_device
 
 
 def track_share(config: DecoderConfig, rank: int) -> Share:
-    """Return what the process of a track has: in the words of tensor parallel, of which vocabulary and joins are
-    used.
-    """
+    """Return what the process of a track has: its vocabulary and joins are a rank's."""
     return Share(replace(config, family="llama"), rank, config.tracks)
 
 
@@ -79,9 +77,11 @@ class Track(nn.Module):
 
 
 class Tracks(Decoder):
-    """A draft of tracks in place of a decoder, with all of its tracks or, as one of several ranks, with the one of its
-    number. Passes go through all layers, without taps or adapters; among ranks each is inside of a `whole_run`.
-    Arguments as of `Decoder`."""
+    """A draft of tracks in place of a decoder: all of its tracks or, as a rank, the one of its number.
+
+    Passes go through all layers, without taps or adapters; among ranks each is inside of a `whole_run`. Arguments as of
+    `Decoder`.
+    """
 
     def __init__(
         self,

@@ -6,26 +6,31 @@ one after the other; files have them under their own names (`weights.names`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ...model.families import SEGMENTS, DecoderConfig, linear_shapes
+from ...core.options import option
+from ...model.families import SEGMENTS, DecoderConfig, Merge, linear_shapes
 from ...model.layers import _ACTIVATIONS
 from ...model.linear import nan_parameter
 from ...model.rope import RopeTable
 from ...train.data import TokenBatch
 from ...train.network import Rotation, attend, rotate, rotation_of, start_values, visible, write_checkpoint
+from ...train.recipes.distillation import DistilledOptions
+from ...train.recipes.distillation import build as build
 from ...weights.loader import WEIGHTS, read_layout
 from ...weights.names import Piece, weight_map
 from ...weights.source import read_config
 
 
-class TrackLayer(nn.Module):
+class _TrackLayer(nn.Module):
     """One layer of all tracks; ``config`` is of one of them."""
 
     def __init__(self, config: DecoderConfig, tracks: int, device: torch.device) -> None:
@@ -53,8 +58,10 @@ class TrackLayer(nn.Module):
 
 
 class TracksNetwork(nn.Module):
-    """A trainable draft of tracks; ``config`` is of all of them together. The parameters are float32 and NaN until
-    loaded or `init_weights`."""
+    """A trainable draft of tracks; ``config`` is of all of them together.
+
+    The parameters are float32 and NaN until loaded or `init_weights`.
+    """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -63,7 +70,7 @@ class TracksNetwork(nn.Module):
         self._rope = RopeTable(c.rope, torch.float32, place)
         given: dict[str, Any] = {"dtype": torch.float32, "device": place, "trainable": True}
         self.embedding = nan_parameter((c.vocab_size, c.d_model), **given)
-        self.layers = nn.ModuleList(TrackLayer(own, c.tracks, place) for _ in range(c.num_layers))
+        self.layers = nn.ModuleList(_TrackLayer(own, c.tracks, place) for _ in range(c.num_layers))
         reads = c.d_model if c.merge == "gather" else own.d_model
         self.merge = nan_parameter((c.tracks, own.d_model, reads), **given)
         self.merge_norm = nan_parameter((c.d_model,), **given)
@@ -139,3 +146,20 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 def gained(x: Tensor, gains: Tensor, eps: float) -> Tensor:
     """Return RMS norm [G, B, T, d] of every track, with gains [G * d], in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps) * gains.view(len(x), 1, 1, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracksOptions(DistilledOptions):
+    """A draft of tracks; widths and heads are those of all tracks together."""
+
+    tracks: int = option(4, help="parts without traffic between two merges, each for a process of its own", minimum=2)
+    merge: Merge = option(
+        "gather", help="between two segments: gather (a track reads all states) or sum (all read one)"
+    )
+
+    network: ClassVar[Callable[..., Any]] = TracksNetwork
+
+    def config(self, *sizes: Any, **more: Any) -> dict[str, Any]:
+        """Return its config.json; arguments as for `ModelShape`."""
+        own = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
+        return {**super().config(*sizes, **more), **own, "num_tracks": self.tracks, "merge": self.merge}

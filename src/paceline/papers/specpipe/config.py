@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +21,7 @@ from ...model.stages import Stage, StagesInTurn, even_cuts
 from .round import PipelineRound
 from .source import Source
 
+LAST = -1  # the tap of the last layer
 MEASURED = "auto"  # in place of a cut
 
 
@@ -44,9 +44,6 @@ class PipelineConfig(AheadConfig):
     texts: int | None = option(
         None, help="requests whose text enters together: running / stages make micro-batches; none: all", minimum=1
     )
-    tree: str = option(
-        "", help="in place of levels a whole tree, such as SpecInfer's 1x1x3x1x1x1x1x1: children by level"
-    )
     accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
         "strict",
         help="what the target says; or, lossy, what it likes best of the drafts that cost no tick, or the best draft "
@@ -57,32 +54,26 @@ class PipelineConfig(AheadConfig):
     )
 
     def validate(self) -> None:
-        """Trees and cuts are numbers of at least 1; a cut names all stages."""
+        """Check that a cut names the layers of all stages."""
         super().validate()
-        for name, text in (("tree", self.tree), ("layers", "" if self.layers == MEASURED else self.layers)):
-            parts = text.split("x") if text else []
-            self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
-        self.require("rows", self.rows is None or not self.tree, "is for levels, and tree= lets whole trees enter")
-        named = 0 if self.layers == MEASURED else len(_numbers(self.layers))
+        parts = self.layers.split("x") if self.layers not in ("", MEASURED) else []
+        self.require("layers", all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 5x4x3")
+        named = len(parts)
         self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
-
-    @property
-    def factors(self) -> tuple[int, ...]:
-        """Children by level of a tree that enters whole (SpecInfer), in place of levels; none: levels enter."""
-        return _numbers(self.tree)
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"
         if spec is None or not (spec.ahead or spec.window):  # nothing is drafted
             return self._needless(remedy)
-        late = f"which ends {self.stages} ticks too late", f"which leave the last stage {self.stages} ticks too late"
-        return self.misfit(spec, *late, remedy)
+        if low := [tap for tap in spec.taps if tap != LAST]:
+            return f"{spec.name} reads states after layer {low[0]}, and the stages give those of the last alone", remedy
+        return self.misfit(spec, f"which ends {self.stages} ticks too late", remedy)
 
     def _needless(self, remedy: str) -> tuple[str, str] | None:
-        """What is asked for that needs a drafter, where there is none."""
+        """Return what is asked for that needs a drafter, where there is none."""
         if self.place is not None:
             return "no drafter is named that a process could serve", remedy
-        named = [name for name in ("rows", "tree") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
+        named = ["rows"] * (self.rows is not None) + ["accept"] * (self.accept != "strict")
         return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
 
     def build(self, parts: RoundParts) -> PipelineRound:
@@ -102,14 +93,14 @@ class PipelineConfig(AheadConfig):
         if self.layers == MEASURED:
             wrong = "times are measured where stages start in processes of this host"
             raise ConfigError("round='pipeline,layers=auto'", wrong, "give pipeline=STAGES, or name the layers")
-        found = [0, *accumulate(_numbers(self.layers))]
+        found = [0, *accumulate(map(int, self.layers.split("x")))]
         if found[-1] != layers:
             wrong = f"these are {found[-1]} layers, and the target has {layers}"
             raise ConfigError(f"round='pipeline,layers={self.layers}'", wrong, "name all of them")
         return found
 
     def cut(self, target: Decoder, pool: KVPool) -> list[Stage]:
-        """The stages, over their part of the pool's K/V.
+        """Return the stages, over their part of the pool's K/V.
 
         Raises:
             ConfigError: as of `bounds`.
@@ -121,7 +112,7 @@ class PipelineConfig(AheadConfig):
     def over(
         self, parts: RoundParts, stage_line: StageLine, going: Callable[[GoingSessions], GoingSessions] | None = None
     ) -> PipelineRound:
-        """The round over stages wherever they are.
+        """Return the round over stages wherever they are.
 
         Args:
             parts: as for `build`.
@@ -136,7 +127,7 @@ class PipelineConfig(AheadConfig):
         if parts.drafter is not None and parts.drafter.spec.ahead:
             sessions = self.sessions(parts, self.nodes)
             vocab = parts.target.config.vocab_size
-            source = Source(going(sessions) if going else sessions, self.children, vocab, self.factors)
+            source = Source(going(sessions) if going else sessions, self.children, vocab)
         return PipelineRound(self, parts, stage_line, source)
 
     @staticmethod
@@ -149,10 +140,4 @@ class PipelineConfig(AheadConfig):
     @property
     def nodes(self) -> int:
         """Drafted nodes that a session may hold at once: a level for every stage, and what is owed."""
-        if tree := self.factors:
-            return (self.stages + 2 + len(tree)) * math.prod(tree) ** 2  # the next one below each leaf
         return (self.stages + 2) * self.width * self.children
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("x")) if text else ()

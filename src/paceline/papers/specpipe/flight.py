@@ -41,7 +41,6 @@ class Node:
     row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
     tick: int = NONE  # in which it entered
     asked: bool = False  # whether children were asked for
-    level: int = 0  # of a static tree, from its root on
     mark: int = 0  # of the drafter that proposed it
 
 
@@ -80,18 +79,16 @@ class Flight:
     Args:
         token: the last one of the text, which no pass has computed yet.
         place: of that token in the text.
-        levels: below a root, of static trees. The first root enters without one: its child is the next root.
     """
 
-    def __init__(self, token: int, place: int, levels: int = 0) -> None:
+    def __init__(self, token: int, place: int) -> None:
         self.version = 0
         self.rows = 0  # that have entered and are left
         self.nodes: dict[int, Node] = {}
         self.spare: list[Offer] = []  # that levels had no room for
         self._fresh = 0
         self._children: dict[tuple[int, int], int] = {}  # parent and token -> node
-        self._levels = levels
-        self.root = self._add(Node(NONE, token, place, level=levels))
+        self.root = self._add(Node(NONE, token, place))
 
     def _add(self, node: Node) -> int:
         number, self._fresh = self._fresh, self._fresh + 1
@@ -121,9 +118,7 @@ class Flight:
             if found is None:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
-                level = (above.level + 1) % (self._levels + 1)
-                node = Node(offer.parent, offer.token, above.place + 1, score, offer.source)
-                node.level, node.mark = level, offer.mark
+                node = Node(offer.parent, offer.token, above.place + 1, score, offer.source, mark=offer.mark)
                 found = self._add(node)
             elif self.nodes[found].source == NONE != offer.source:  # a source that has lost it finds it again
                 self.nodes[found].source, self.nodes[found].asked = offer.source, False
@@ -131,7 +126,7 @@ class Flight:
         return numbers
 
     def best(self, offers: Sequence[Offer], width: int) -> list[Offer]:
-        """The fixed-width rule (section 3.3.3): those with the likeliest paths, in the order of their parents.
+        """Apply the fixed-width rule (section 3.3.3): those with the likeliest paths, in the order of their parents.
 
         Args:
             offers: of parents that are there; others are left out.
@@ -142,8 +137,7 @@ class Flight:
         return [alive[i] for i in sorted(ranked, key=lambda i: (alive[i].parent, i))]
 
     def append(self, offers: Sequence[Offer], width: int) -> list[int]:
-        """Layer appending within the width: the best of the offers, and in what room they leave the best of those that
-        earlier levels had no room for.
+        """Append a layer within the width: the best of the offers, then the best of those that had no room before.
 
         These are late siblings ("potential break points", section 4.2). Where a verdict left nothing of the newest
         level they are all there is, and the pipeline is refilled from the level that they hang below (section 3.3.2).
@@ -164,7 +158,9 @@ class Flight:
         return self.nodes[offer.parent].score + offer.log_q
 
     def tips(self, farthest: int) -> list[int]:
-        """The deepest nodes that children were not asked for: the newest level, or what a verdict left of an older one.
+        """Return the deepest nodes that children were not asked for.
+
+        The newest level, or what a verdict left of an older one.
 
         Args:
             farthest: place of the last token that is of use.
@@ -187,7 +183,7 @@ class Flight:
                 self.nodes[number].asked = False
 
     def orphan(self) -> None:
-        """The source has lost its tree: what is here goes on, and drafting begins below the root again."""
+        """Forget the source's numbers, whose tree is lost; drafting begins below the root again."""
         for number, node in self.nodes.items():
             node.source, node.asked = NONE, number != self.root
         self.spare = []
@@ -199,17 +195,16 @@ class Flight:
         """Nodes that have not entered the pipeline, parents first."""
         return [number for number, node in self.nodes.items() if node.row == NONE]
 
-    def enter(self, width: int, deepest: int | None = None, tick: int = 0) -> list[int]:
-        """The level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
+    def enter(self, width: int, tick: int = 0) -> list[int]:
+        """Return the level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
 
         Their rows lie behind those that have entered.
 
         Args:
             width: of the level.
-            deepest: place of the last tokens that may enter; None: all may.
             tick: the pipeline's count, by which late siblings are told from their level.
         """
-        entering = [n for n in self.waiting if deepest is None or self.nodes[n].place <= deepest][:width]
+        entering = self.waiting[:width]
         for number in entering:
             node = self.nodes[number]
             node.row, node.tick, self.rows = self.rows, tick, self.rows + 1
@@ -237,11 +232,11 @@ class Flight:
         return self._children.get((parent, token), NONE)
 
     def child(self, token: int) -> Node | None:
-        """The root's child with this token."""
+        """Return the root's child with this token."""
         return self.nodes.get(self.number(self.root, token))
 
     def in_flight(self) -> dict[int, Draft]:
-        """The root's children that have entered, by token."""
+        """Return the root's children that have entered, by token."""
         reach: dict[int, tuple[int, float]] = {}
         drafts = {}
         for number in reversed(self.nodes):  # children before their parents
@@ -259,7 +254,7 @@ class Flight:
         return node is not None and node.row != NONE
 
     def trace(self, token: int, first: int, names: Callable[[int], str]) -> StepTrace:
-        """The tree in flight at the moment when the target says ``token``, as a step of that one token.
+        """Return the tree in flight at the moment when the target says ``token``, as a step of that one token.
 
         Args:
             token: what is said, if it is not cut by the stop rules.
@@ -281,7 +276,7 @@ class Flight:
         )
 
     def say(self, token: int) -> Cut:
-        """The target says ``token`` behind the root: reroot to the child that carries it, or start again with it.
+        """Take the target's token after the root: reroot to the child that carries it, or start again with it.
 
         Raises:
             ValueError: the root has not entered the pipeline, so that nothing can be said behind it.
@@ -311,7 +306,7 @@ class Flight:
         return Cut(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
 
     def _below(self, root: int) -> list[int]:
-        """A node and all below it; parents have lower numbers than their children."""
+        """Return a node and all below it; parents have lower numbers than their children."""
         found = {root: None}
         for number, node in self.nodes.items():
             if node.parent in found:

@@ -12,15 +12,20 @@ from .flight import Cut, Flight
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What a tick did, for who measures."""
+    """What a tick did."""
 
+    emitted: abc.Sequence[tuple[Running, int]]  # requests that got tokens, and how many
     entered: int  # rows
-    said: int  # tokens
     hits: int  # of them in flight when they were said
     waits: bool  # whether the source was late
     verdicts: abc.Sequence[Cut] = ()  # behind each token but an answer's last one
     refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
     late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
+
+    @property
+    def said(self) -> int:
+        """Tokens of all requests."""
+        return sum(count for _, count in self.emitted)
 
 
 @dataclass(slots=True, eq=False)

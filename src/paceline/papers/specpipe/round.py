@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter, abc
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from torch import Tensor
 from ...core.errors import PassesLost
 from ...core.inference import inference
 from ...core.sequence import Sequence
-from ...draft.base import DraftRule
+from ...draft.base import DraftRule, StepFeatures
 from ...draft.sessions import Opening
 from ...engine.ahead import SessionGuard
 from ...engine.base import RoundParts, StepResult, Work
@@ -54,17 +53,15 @@ class PipelineRound:
     """
 
     name = "pipeline"
-    past = 0
     admits = None
 
     def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
         self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
         self.stage_line, self.source = stage_line, source
-        self.on_tick: Callable[[Tick], None] | None = None  # told every tick, where anybody listens
         self._accept = lossy.RULES[config.accept]
-        self._tree = config.factors
         self._spec = None if parts.drafter is None else parts.drafter.spec
         self.sources = () if self._spec is None else self._spec.choices
+        self.past = 0 if self._spec is None else self._spec.past
         self._guard = None
         if source is not None and self._spec is not None:
             self._guard = SessionGuard(self._spec.name, source.sessions, self._lost)
@@ -99,9 +96,9 @@ class PipelineRound:
         assert rule is None, "a rule weighs drafts by the time that they add to a pass"
         began, self._torn = perf_counter(), True
         self._enqueue([(self._admit(work), work) for work in works])
-        said: list[tuple[Running, int]] = []
+        said: abc.Sequence[tuple[Running, int]] = ()
         while not said and (self._queue or self._ticks < self.stage_line.count):
-            said = self._tick()
+            said = self.tick().emitted
         self._torn = False
         told = [(running.sequence, count) for running, count in said]
         passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in said]
@@ -126,7 +123,7 @@ class PipelineRound:
             self._queue = [item for item in self._queue if item[0].request != request]
             self.stage_line.close(request)
             self._ended.append(request)
-            self._asked(partial(Source.close, request=request))
+            self._asked(partial(self._close, sequence.key))
         if self._torn:  # the engine starts over: nothing of the stages' K/V will be found again
             self._epoch, self._torn = self.stage_line.clear(), False
             self._moves.clear()
@@ -144,7 +141,7 @@ class PipelineRound:
     # -- what enters
 
     def _admit(self, work: Work) -> Running:
-        """The sequence of some work, known or new."""
+        """Return the sequence of some work, known or new."""
         sequence = work.sequence
         request = self._requests.get(sequence.key)
         if request is None:
@@ -154,8 +151,8 @@ class PipelineRound:
             self._running[request] = Running(request, sequence, sequence.cache)
         return self._running[request]
 
-    def _tick(self) -> list[tuple[Running, int]]:
-        """One tick of everything; returns who got how many tokens."""
+    def tick(self) -> Tick:
+        """Advance everything by one tick."""
         self._tick_count += 1
         frame = self._frame()
         self._look()
@@ -168,18 +165,14 @@ class PipelineRound:
             waits = not self._asked(self._take)
         verdicts, self._verdicts = self._verdicts, []
         added, self._added = self._added, (0, 0)
-        if self.on_tick is not None:
-            rows = 0 if frame is None else frame.rows
-            self.on_tick(Tick(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
-        return said
+        return Tick(said, 0 if frame is None else frame.rows, hits, waits, verdicts, *added)
 
     def _frame(self) -> Frame | None:
-        """What enters now: text that waits, and a level of each tree."""
+        """Return what enters now: text that waits, and a level of each tree."""
         taken = self._queue[: self.config.texts]
         self._queue = self._queue[len(taken) :]
         parts = [self._text(running, work) for running, work in taken]
-        if not self._tree:
-            parts += self._levels({running.request for running, _ in taken})
+        parts += self._levels({running.request for running, _ in taken})
         ended, self._ended = self._ended, []
         moves, self._moves = self._moves, []
         if not (parts or moves or ended):
@@ -191,7 +184,7 @@ class PipelineRound:
         return min(self.config.width, running.sequence.max_nodes or self.config.width)
 
     def _levels(self, begun: Container[int]) -> list[StageRows]:
-        """The next level of each tree but those that have just begun, ragged, in rows that all share.
+        """Return the next level of each tree but those that have just begun, ragged, in rows that all share.
 
         What one request leaves the others take; where there are fewer rows than requests, they take turns.
         """
@@ -214,8 +207,6 @@ class PipelineRound:
 
     def _text(self, running: Running, work: Work) -> StageRows:
         """Rows of a text; its last one is the root. Those before it are committed: what comes later finds them."""
-        if self._tree and work.rows == 1 and work.generates and running.flight is not None:
-            return self._whole_tree(running)
         sequence, cache = running.sequence, running.cache
         view, rows = sequence, work.rows
         first = cache.committed
@@ -242,44 +233,24 @@ class PipelineRound:
         return part
 
     def _begin(self, running: Running, work: Work) -> None:
-        """The tree of a sequence whose text ends here, where there is none."""
+        """Begin the tree of a sequence whose text ends here, where there is none."""
         if running.flight is not None:
             return
         view = running.sequence
         root = len(view.tokens) - 1
         running.farthest = root + (work.max_depth if work.may_draft else 0)
-        running.flight = Flight(view.tokens[-1], root, len(self._tree))
+        running.flight = Flight(view.tokens[-1], root)
         if running.farthest > root:
             self._asked(lambda source: self._open(source, running))
 
     def _level(self, running: Running, width: int) -> StageRows | None:
-        """The next level of a tree, as far as there are slots for it: drafts never displace anybody."""
+        """Return the next level of a tree, as far as there are slots for it: drafts never displace anybody."""
         flight = running.flight
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
         level = flight.enter(min(width, self._room(running)), tick=self._tick_count)
         running.counted.update(flight.nodes[number].mark for number in level)
         return self._rows(running, flight, level) if level else None
-
-    def _whole_tree(self, running: Running) -> StageRows:
-        """A root with all that is drafted below it, within the static tree; what is missing is waited for."""
-        flight = running.flight
-        assert flight is not None
-        source, deepest = self.source, flight.place + len(self._tree)
-        while source is not None and running.request in source.open and flight.tips(min(running.farthest, deepest)):
-            self._asked(self._ask)
-            if not self._asked(self._wait):
-                break
-        running.cache.reserve(0)  # what was reserved for the root alone
-        room, own = self._room(running), running.sequence.max_nodes
-        most = max(1, room if own is None else min(room, 1 + own))
-        level = flight.enter(most, deepest, self._tick_count)
-        running.counted.update(flight.nodes[number].mark for number in level[1:])
-        return self._rows(running, flight, level)
-
-    def _wait(self, source: Source) -> bool:
-        self._extend(found := source.take(wait=True))
-        return bool(found)
 
     def _room(self, running: Running) -> int:
         """Slots for rows of a tree."""
@@ -339,11 +310,23 @@ class PipelineRound:
 
     @staticmethod
     def _open(source: Source, running: Running) -> None:
-        source.begin(running.request, replace(Opening.of(running.sequence), key=running.request))
+        source.begin(Opening.of(running.sequence))
+
+    def _observe(self, running: Running, place: int, states: Tensor) -> None:
+        """Show the drafter states of the last layer [rows, d_model], of tokens from ``place`` on."""
+        if self.drafter is not None and self.drafter.spec.taps:
+            hidden, observe = dict.fromkeys(self.drafter.spec.taps, states), self.drafter.observe
+            seen = StepFeatures([running.sequence], [[]], hidden, [slice(0, len(states))], [place])
+            self._asked(lambda source: observe(seen))
+
+    def _close(self, key: int, source: Source) -> None:
+        source.close(key)
+        if self.drafter is not None:
+            self.drafter.release([key])
 
     def _ask(self, source: Source) -> None:
-        flights = {request: r.flight for request, r in self._running.items() if r.flight is not None}
-        source.ask(flights, {request: running.farthest for request, running in self._running.items()})
+        running = self._running.values()
+        source.ask({one.sequence.key: (one.flight, one.farthest) for one in running if one.flight is not None})
 
     def _take(self, source: Source) -> bool:
         """Append the level that came. False: it is late, and its room stays free."""
@@ -356,14 +339,8 @@ class PipelineRound:
     def _extend(self, came: Mapping[int, abc.Sequence[Offer]]) -> None:
         """Append to every tree what came for it, and where there is room what earlier levels had no room for."""
         for running in self._running.values():
-            flight = running.flight
-            if flight is None:
-                continue
-            offers = came.get(running.request, ())
-            if self._tree:
-                flight.extend(offer for offer in offers if offer.parent in flight.nodes)
-            else:
-                self._append(running, flight, offers)
+            if running.flight is not None:
+                self._append(running, running.flight, came.get(running.sequence.key, ()))
 
     def _append(self, running: Running, flight: Flight, offers: abc.Sequence[Offer]) -> None:
         deepest = max(node.place for node in flight.nodes.values())
@@ -381,7 +358,7 @@ class PipelineRound:
     # -- what leaves
 
     def _decide(self, out: Frame | None) -> tuple[list[tuple[Running, int]], int]:
-        """The verdicts on roots that the last stage has computed: who got how many tokens, and how many were hits."""
+        """Decide on roots that the last stage has computed: return who got how many tokens, and how many were hits."""
         said: list[tuple[Running, int]] = []
         hits = begin = 0
         for part in () if out is None else out.parts:
@@ -390,6 +367,8 @@ class PipelineRound:
             begin += len(part.nodes)
             running = self._running[part.request]
             self._record(running, part, hidden)
+            if part.visible is None:
+                self._observe(running, part.positions[0], hidden)
             count, found = self._say(running, part, hidden)
             hits += found
             if running.sequence.fault is not None:
@@ -411,7 +390,7 @@ class PipelineRound:
             sequence.fault = error
 
     def _say(self, running: Running, part: StageRows, hidden: Tensor) -> tuple[int, int]:
-        """What the target says behind the root, where its row is among these, and behind what becomes the root."""
+        """Choose the token after the root, where its row is among these, and after what becomes the root."""
         count = hits = 0
         flight, sequence = running.flight, running.sequence
         while flight is not None and not (sequence.fault or sequence.finished) and flight.root in part.nodes:
@@ -422,11 +401,16 @@ class PipelineRound:
             if not kept or sequence.finished:
                 return count + kept, hits
             count += 1
+            if part.visible is not None:
+                self._observe(running, flight.place, hidden[row : row + 1])
             hits += self._go_on(running, flight, token)
         return count, hits
 
     def _choose(self, view: Sequence, flight: Flight, logits: Tensor) -> int:
-        """The token behind the root: the target's own choice, unless a lossy rule is asked for and finds another."""
+        """Return the token behind the root.
+
+        The target's own choice, unless a lossy rule is asked for and finds another.
+        """
         token = int(choose_nodes(view, logits, None, 0)[0])
         if self._accept is None or view.fault is not None:
             return token
@@ -470,9 +454,10 @@ class PipelineRound:
         self.pool.settle([(running.cache, verdict.rows, 1)])
         running.cache.publish(running.sequence.tokens)
         self.stage_line.tell(running.request, verdict.version, verdict.alive)
-        if self.source is not None and running.request in self.source.open:
+        key = running.sequence.key
+        if self.source is not None and key in self.source.open:
             number = -1 if node is None else node.source
-            self._asked(lambda source: source.go_on(running.request, token, number))
+            self._asked(lambda source: source.go_on(key, token, number))
             if number < 0:  # what the source has of it begins here
                 flight.ask_again([flight.root])
         return verdict.hit

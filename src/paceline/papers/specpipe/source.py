@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ...draft.sessions import ROOT, Ask, GoingSessions, Growing, Grown, Opening
 from .flight import Flight, Offer
@@ -15,20 +15,19 @@ class Source:
         sessions: of the drafter.
         children: k, candidates below each node.
         vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
-        tree: children by level of static trees, in place of levels.
     """
 
-    def __init__(self, sessions: GoingSessions, children: int, vocab_size: int, tree: Sequence[int] = ()) -> None:
-        self.sessions, self._children, self._vocab, self._tree = sessions, children, vocab_size, tree
-        self._asked: dict[int, dict[int, int]] = {}  # by request: of what is owed its source's nodes by the tree's
+    def __init__(self, sessions: GoingSessions, children: int, vocab_size: int) -> None:
+        self.sessions, self._children, self._vocab = sessions, children, vocab_size
+        self._asked: dict[int, dict[int, int]] = {}  # by sequence: of what is owed its source's nodes by the tree's
         self._growing: Growing | None = None
-        self._flights: Mapping[int, Flight] = {}  # that were asked for
-        self.open: set[int] = set()  # requests
+        self._flights: Mapping[int, tuple[Flight, int]] = {}  # that were asked for
+        self.open: set[int] = set()  # keys of sequences
 
-    def begin(self, request: int, opening: Opening) -> None:
-        """A request's tree begins at the end of its text."""
+    def begin(self, opening: Opening) -> None:
+        """Begin a request's tree at the end of its text."""
         self.sessions.open(opening)
-        self.open.add(request)
+        self.open.add(opening.key)
 
     def lost(self) -> None:
         """All sessions are gone."""
@@ -40,38 +39,27 @@ class Source:
         """Whether a level was asked for that is not there."""
         return bool(self._asked)
 
-    def ask(self, flights: Mapping[int, Flight], farthest: Mapping[int, int]) -> None:
+    def ask(self, flights: Mapping[int, tuple[Flight, int]]) -> None:
         """Ask for the next level of all trees, unless one is owed.
 
         Args:
-            flights: by request.
-            farthest: place of the last token that is of use, by request.
+            flights: by key of their sequence, with the place of the last token that is of use.
         """
         if self._asked:
             return
         asks, self._flights = [], flights
-        for request in sorted(self.open):
-            flight = flights[request]
-            tips = flight.tips(farthest[request])
+        for key in sorted(self.open):
+            flight, farthest = flights[key]
+            tips = flight.tips(farthest)
             if tips:
                 flight.ask(tips)
-                self._asked[request] = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
-                asks.append(Ask(request, expand=[*self._asked[request]], width=self._below(flight, tips[0])))
+                self._asked[key] = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
+                asks.append(Ask(key, expand=[*self._asked[key]], width=self._children))
         if asks:
             self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
 
-    def _below(self, flight: Flight, tip: int) -> int:
-        """Children of a node of the newest level."""
-        if not self._tree:
-            return self._children
-        level = flight.nodes[tip].level
-        return self._tree[level] if level < len(self._tree) else 1  # below the last one: the root of the next tree
-
-    def take(self, wait: bool = False) -> dict[int, list[Offer]]:
-        """The level that was asked for, by request; empty: nothing was, or it is late.
-
-        Args:
-            wait: until it is there.
+    def take(self) -> dict[int, list[Offer]]:
+        """Return the level that was asked for, by sequence; empty: nothing was, or it is late.
 
         Raises:
             ValueError: the drafter answers nonsense.
@@ -79,17 +67,14 @@ class Source:
         growing = self._growing
         if not self._asked or growing is None:
             return {}
-        if wait:
-            self.sessions.wait(growing)
-        else:
-            self.sessions.look()
+        self.sessions.look()
         if not growing.done:
             return {}
         asked, self._asked, self._growing = self._asked, {}, None
         level = growing.levels[0] if growing.levels else {}
-        for request in asked.keys() - level.keys():  # called off
-            self._flights[request].ask_again(asked[request].values())
-        return {request: self._offers(asked[request], answer) for request, answer in level.items()}
+        for key in asked.keys() - level.keys():  # called off
+            self._flights[key][0].ask_again(asked[key].values())
+        return {key: self._offers(asked[key], level[key]) for key in asked if key in level}
 
     def _offers(self, below: Mapping[int, int], answer: Grown) -> list[Offer]:
         if any(not 0 <= token < self._vocab for token in answer.tokens):
@@ -97,19 +82,20 @@ class Source:
         columns = zip(answer.parents, answer.tokens, answer.log_q, answer.nodes, answer.sources, strict=True)
         return [Offer(below[parent], token, log_q, node, mark) for parent, token, log_q, node, mark in columns]
 
-    def go_on(self, request: int, token: int, node: int) -> None:
-        """The text goes on with ``token``.
+    def go_on(self, key: int, token: int, node: int) -> None:
+        """Append ``token`` to the text.
 
         Args:
             node: the source's number of it; below 0: it has none.
         """
         if node < 0:
-            self.sessions.commit(request, [token])
+            self.sessions.commit(key, [token])
         else:
-            self.sessions.reroot(request, node)
+            self.sessions.reroot(key, node)
 
-    def close(self, request: int) -> None:
-        """The request ended."""
-        if request in self.open:
-            self.open.discard(request)
-            self.sessions.close(request)
+    def close(self, key: int) -> None:
+        """Close the session of a request that ended."""
+        self._asked.pop(key, None)
+        if key in self.open:
+            self.open.discard(key)
+            self.sessions.close(key)

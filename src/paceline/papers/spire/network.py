@@ -28,8 +28,9 @@ Projection = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def projection(layer: Layer, c: DecoderConfig) -> Projection:
-    """Return K and V of a layer, of any states: the only products that a verified token costs. Compiled layers have
-    their own.
+    """Return K and V of a layer, of any states: the only products that a verified token costs.
+
+    Compiled layers have their own.
 
     Args:
         layer: its weights, not yet finished.

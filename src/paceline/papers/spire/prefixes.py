@@ -55,7 +55,7 @@ class Blocks:
         return Blocks(places, same & inside)
 
 
-def mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) -> Tensor:
+def _mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) -> Tensor:
     """Return [B, 1, P, T + P * own] bool: what the rows of a pass see, figure 2.
 
     First the T verified tokens, then the block's own ones, pass by pass: those of the passes before.
@@ -79,7 +79,7 @@ def mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class _Groups:
     """The blocks of a batch by groups, and the verified tokens that each group attends to."""
 
     size: int  # C
@@ -87,7 +87,7 @@ class Groups:
     open: Tensor  # [G or 1, C or 1, L] or [B, G, C, L] bool: whether a block may look there, if its mask lets it
 
     @staticmethod
-    def of(batch: TokenBatch, blocks: Blocks, shape: SpireShape) -> Groups:
+    def of(batch: TokenBatch, blocks: Blocks, shape: SpireShape) -> _Groups:
         """Return groups of `GROUP` blocks; one of all blocks, over the whole row, where that is no more work."""
         rows, length = batch.tokens.shape
         starts = blocks.places[:, 0]
@@ -95,7 +95,7 @@ class Groups:
         band = shape.window + (GROUP - 1) * depth
         if band + GROUP * shape.sinks >= length:
             whole = torch.arange(length, device=device).expand(rows, 1, -1)
-            return Groups(count, whole, torch.ones(1, 1, length, dtype=torch.bool, device=device))
+            return _Groups(count, whole, torch.ones(1, 1, length, dtype=torch.bool, device=device))
         starts = F.pad(starts, (0, -count % GROUP), value=length - 1).view(-1, GROUP)  # [G, C]
         first = starts[:, :1] - shape.window  # [G, 1] place at which its band begins
         near = first + torch.arange(band, device=device)
@@ -108,7 +108,7 @@ class Groups:
         apart = ((sinks < first[:, :, None]) & (sinks >= 0))[:, :, None] & own  # [B, G, C, C, S]
         seen = inside[:, None].expand(rows, -1, GROUP, -1)
         places = torch.cat((near, sinks.clamp(0, length - 1).flatten(2)), -1)
-        return Groups(GROUP, places, torch.cat((seen, apart.flatten(3)), -1))
+        return _Groups(GROUP, places, torch.cat((seen, apart.flatten(3)), -1))
 
     def keys(self, whole: Tensor) -> Tensor:
         """Return [B * G, L, ..] of a row's [B, T, ..]."""
@@ -136,7 +136,7 @@ class Groups:
         return torch.cat(parts, -1).flatten(0, 1)[:, None]
 
 
-def keys_and_values(layer: Layer, c: DecoderConfig, memory: Tensor, rotation: Rotation) -> KeyValues:
+def _keys_and_values(layer: Layer, c: DecoderConfig, memory: Tensor, rotation: Rotation) -> KeyValues:
     """Return [.., kv_heads, head_dim] a layer's projections of memory vectors [.., d]."""
     both = _part(layer, normed(layer.attention_norm, memory), slice(c.num_heads * c.head_dim, None))
     k, v = both.unflatten(-1, (-1, c.head_dim)).chunk(2, dim=-2)
@@ -175,17 +175,17 @@ def run_blocks(
         Of each pass [B, P, d] the draft's last states, after its final norm.
     """
     c, layers = network.config, network.layers
-    whole, groups = network.rotation(batch.positions), Groups.of(batch, blocks, shape)
+    whole, groups = network.rotation(batch.positions), _Groups.of(batch, blocks, shape)
     rows, count, length = len(batch.tokens), len(blocks.places), batch.tokens.shape[1]
     known: list[list[KeyValues]] = [
-        [_each(groups.keys, keys_and_values(layer, c, own, whole))] for layer, own in zip(layers, past, strict=True)
+        [_each(groups.keys, _keys_and_values(layer, c, own, whole))] for layer, own in zip(layers, past, strict=True)
     ]
     mix = memory.softmax(-1)
     said = []
     for step in range(shape.depth):
         at = blocks.places[:, step]
         positions = batch.positions[:, at]
-        rotation, mask = network.rotation(positions), mask_of(batch, blocks, shape, step)
+        rotation, mask = network.rotation(positions), _mask_of(batch, blocks, shape, step)
         seen = mask.any(-1)[:, 0, :, None]  # [B, P, 1]: the first token of a document has nothing before it
         mask = groups.mask(mask, length)
         mask = mask | ~mask.any(-1, keepdim=True)
@@ -202,13 +202,12 @@ def run_blocks(
             every = torch.stack(activations)  # [n + 1, B, P, d]
             for index, (layer, own) in enumerate(zip(layers, known, strict=True)):
                 mixed = torch.einsum("l,lbpd->bpd", mix[index].to(every.dtype), every)
-                own.append(_each(groups.split, keys_and_values(layer, c, mixed, rotation)))
+                own.append(_each(groups.split, _keys_and_values(layer, c, mixed, rotation)))
     return said
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return [N, C, heads * head_dim] from q [N, C, heads, head_dim], k and v [N, L, kv_heads, head_dim], mask [N, 1,
-    C, L].
+    """Return [N, C, heads * head_dim] of q [N, C, heads, head_dim], k, v [N, L, kv_heads, head_dim] and a mask.
 
     In products, since torch's own attention takes five times as long for so few queries.
     """

@@ -3,7 +3,7 @@
 What comes out is what `reading.read_streams` and the parts of the pass give, which remain the reference. Of the
 streams' logits come the few that drafts need; scores of a sampled draft's tokens can differ in their last bits.
 
-Of a tree those nodes carry streams in the pass that are likely to be the last accepted ones (`choose_stream_nodes`).
+Of a tree those nodes carry streams in the pass that are likely to be the last accepted ones (`_choose_stream_nodes`).
 Speculative Streaming, appendix G.1, has every node carry them. Where the last accepted node carried none, its streams
 run after the verdict.
 """
@@ -35,8 +35,9 @@ _PRICES: WeakKeyDictionary[Stack, WeakKeyDictionary[StreamSet, tuple[float, floa
 
 
 def stream_prices(decoder: Decoder, streams: StreamSet) -> tuple[float, float]:
-    """Return what the first row of streams costs that goes with the main rows of a pass, and each row beyond the free
-    ones; measured once for a set.
+    """Return the cost of the first row of streams of a pass, and of each row beyond the free ones.
+
+    Measured once for a set.
 
     The unit is a pass of these streams after the verdict, which they save if they are those of the last accepted node.
     """
@@ -98,8 +99,8 @@ def stream_run(
         if not everywhere:
             chances, b = [1.0], span.tree_index
             if p.tree is not None and b >= 0:
-                chances = [] if p.tree.scores is None else frontier_chances(p.tree.parents[b], p.tree.scores[b])
-            nodes = choose_stream_nodes(chances, streams, open_rows - used, room - used, *prices)
+                chances = [] if p.tree.scores is None else _frontier_chances(p.tree.parents[b], p.tree.scores[b])
+            nodes = _choose_stream_nodes(chances, streams, open_rows - used, room - used, *prices)
         used += streams * len(nodes)
         ends = work.sequence.checker.enders
         rows.append(StreamCarrier(c.work, span.root, streams, most_accepted(work), ends, nodes))
@@ -107,8 +108,8 @@ def stream_run(
     return StreamRun(carriers[0].streams, rows, min(k, target.config.vocab_size), scratch, noisy)
 
 
-def frontier_chances(parents: Sequence[int], log_scores: Sequence[float]) -> list[float]:
-    """The chance of every node that it is the last accepted one: its own, less those of its children.
+def _frontier_chances(parents: Sequence[int], log_scores: Sequence[float]) -> list[float]:
+    """Return the chance of every node that it is the last accepted one: its own, less those of its children.
 
     Args:
         parents: [nodes], the root's -1.
@@ -121,10 +122,10 @@ def frontier_chances(parents: Sequence[int], log_scores: Sequence[float]) -> lis
     return chances
 
 
-def choose_stream_nodes(
+def _choose_stream_nodes(
     chances: Sequence[float], streams: int, free: int, room: int, first: float, each: float
 ) -> list[int]:
-    """The nodes that carry streams, ascending: those that save the most time.
+    """Return the nodes that carry streams, ascending: those that save the most time.
 
     Args:
         chances: [nodes] that each is the last accepted one.

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from ...core.errors import PoolFullError
-from ...draft.model_sessions import Expansion, ModelSessions, Session
+from ...draft.model_sessions import ModelSessions
+from ...draft.network_sessions import Session
 from ...draft.sessions import ROOT
+from ...draft.text_sessions import Expansion
 from ...model.adapters import joined
 from ...model.attention.base import Segment, slot_indices
 from ...model.base import ForwardState
@@ -116,8 +118,7 @@ class StreamingSessions(ModelSessions):
     # -- what a pass checks
 
     def _guess(self, one: Expansion) -> list[_Chain]:
-        """Add the guesses below the nodes to expand, to what is computed and wanted; no chains where children are
-        several."""
+        """Add the guesses below the nodes to expand to what is computed; no chains where children are several."""
         if one.ask.width > 1:
             return []
         session, most = one.session, one.ask.room(one.grown.given)
@@ -226,8 +227,9 @@ class StreamingSessions(ModelSessions):
         self._keep_guesses(able, self._logits(hidden, [*range(len(places))]))
 
     def _segment(self, own: Sequence[_Carrier], first: int, slots: Tensor, where: Sequence[int]) -> Segment:
-        """Return the streams of one sequence's nodes: each sees its text, its node's path, and the node's streams up
-        to it.
+        """Return the streams of one sequence's nodes.
+
+        Each sees its text, its node's path, and the node's streams up to it.
         """
         session, gamma, device = own[0].session, self.gamma, self.decoder.device
         cache = session.cache

@@ -240,7 +240,7 @@ class StreamsDrafter(Drafter):
         return [*map(merge, product_trees(fresh, *rules), product_trees(again, *rules))]
 
     def _hear(self, view: Sequence) -> LevelScores:
-        """What the streams said, of which a draft is made now."""
+        """Return the streams' output, of which a draft is made now."""
         heard = cut(self._stream_scores[view.key], 0, self.config.gamma)
         self._resampling.keep(view, heard)
         return heard
@@ -260,7 +260,7 @@ class StreamsDrafter(Drafter):
 
 
 def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
-    """The set with as many streams as are wanted."""
+    """Return the set with as many streams as are wanted."""
     trained = streams.config.gamma
     if streams.config.mode != "lossless":
         wrong = "the set was trained in shared mode: its adapters change the target's own answers"

@@ -88,7 +88,7 @@ class LowRankMap(nn.Module):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
-        """The identity: down ~ N(0, 1 / d), up = 0."""
+        """Fill with the identity: down ~ N(0, 1 / d), up = 0."""
         fill_normal(self.down, self.down.shape[1] ** -0.5, generator)
         self.up.zero_()
 
@@ -98,8 +98,10 @@ class LowRankMap(nn.Module):
 
 
 class StreamSet(nn.Module):
-    """All parameters that a trained set adds to the base model, whose linear layers have ``shapes`` (`linear_shapes`).
-    NaN until loaded or made by `fresh`."""
+    """All parameters that a trained set adds to the base model, whose linear layers have ``shapes``.
+
+    NaN until loaded or made by `fresh`.
+    """
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class StreamSet(nn.Module):
     @staticmethod
     @torch.no_grad()
     def fresh(config: StreamConfig, shapes: Shapes, generator: torch.Generator | None = None) -> StreamSet:
-        """A set to be trained, in float32: maps and adapters change nothing yet, P ~ N(0, 0.02^2)."""
+        """Return a set to be trained, in float32: maps and adapters change nothing yet, P ~ N(0, 0.02^2)."""
         made = StreamSet(config, shapes)
         if made.embeddings is not None:
             fill_normal(made.embeddings, EMBEDDING_DEVIATION, generator)
@@ -163,8 +165,7 @@ class StreamSet(nn.Module):
         return counts
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write `CONFIG_FILE` and `WEIGHTS_FILE` into a folder, which is made where it is missing; ``dtype`` None: the
-        parameters' own.
+        """Write `CONFIG_FILE` and `WEIGHTS_FILE` into a folder, made where it is missing; ``dtype`` None: as they are.
 
         Raises:
             ConfigError: a parameter that holds NaN.
@@ -173,7 +174,7 @@ class StreamSet(nn.Module):
 
     @staticmethod
     def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> StreamSet:
-        """A trained set from a folder that `save` wrote; ``dtype`` None: as stored.
+        """Return a trained set from a folder that `save` wrote; ``dtype`` None: as stored.
 
         Raises:
             ConfigError: files or tensors that are missing, broken, misshaped or left over.
@@ -185,7 +186,7 @@ class StreamSet(nn.Module):
         return FILES.fill(made, values, place / WEIGHTS_FILE, device)
 
     def first(self, gamma: int) -> StreamSet:
-        """The same set with its first ``gamma`` streams alone; the other parts are shared with this one."""
+        """Return the same set with its first ``gamma`` streams alone; the other parts are shared with this one."""
         made = object.__new__(StreamSet)
         nn.Module.__init__(made)
         made.config = replace(self.config, gamma=gamma)
@@ -234,7 +235,7 @@ def check_exit(asked: str, streams: StreamSet) -> None:
 
 
 def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each linear, from its first pair in the file."""
+    """Return (inputs, outputs) of each linear, from its first pair in the file."""
     found: dict[str, tuple[int, int]] = {}
     for name, down in values.items():
         parts = name.split(".")

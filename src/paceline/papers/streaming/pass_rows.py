@@ -53,7 +53,9 @@ class Carriers:
 
 
 def choose_carriers(p: Pass, general: abc.Callable[[Sequence], StreamSet | None] | None) -> list[Carriers]:
-    """The rows that carry streams: every generated row of a shared set, and roots and nodes where drafts are wanted.
+    """Return the rows that carry streams.
+
+    Every generated row of a shared set, and roots and nodes where drafts are wanted.
 
     Args:
         p: the pass.
@@ -93,8 +95,7 @@ class StreamInsertion:
         self.used = 0  # scratch slots
 
     def append(self, carriers: abc.Sequence[Carriers]) -> None:
-        """Append the streams of every row that carries them to the rows of the pass, with their initial states (eq.
-        4)."""
+        """Append the streams of every row that carries them to the rows of the pass, with their states (eq. 4)."""
         state, device = self.p.state, self.target.device
         parts = []
         for c in carriers:
@@ -137,7 +138,7 @@ class StreamInsertion:
         return rows
 
     def _connect(self, c: Carriers) -> Segment:
-        """Sets the segment of the streams; returns that of their main rows, which sees them where they are shared."""
+        """Set the segment of the streams; return that of their main rows, which sees them where they are shared."""
         main, scratch, positions = self.main[c.work], c.scratch, c.places
         assert scratch is not None and positions is not None
         gamma, width = c.gamma, main.stop - main.start
@@ -171,7 +172,7 @@ class StreamInsertion:
 
 
 def stream_adapters(carriers: abc.Sequence[Carriers], segments: abc.Sequence[Segment]) -> tuple[AdapterRange, ...]:
-    """The adapters of stream rows; ``segments`` are those of each one's streams."""
+    """Return the adapters of stream rows; ``segments`` are those of each one's streams."""
     parts = zip(carriers, segments, strict=True)
     return joined([(segment.start, segment.stop, c.streams.adapters) for c, segment in parts])
 
@@ -196,7 +197,7 @@ def owned(carriers: int, gamma: int, device: torch.device) -> Tensor:
 
 
 def _kept(make: MakeMask, carriers: int, gamma: int, device: torch.device) -> Tensor:
-    """Steps ask for the same few small masks again and again; those of long prompts would fill the memory."""
+    """Return a mask from a small cache: steps need the same few; those of long prompts would fill the memory."""
     if carriers * gamma > KEPT_MASK:
         return make(carriers, gamma, device)
     return _kept_mask(make, carriers, gamma, device)

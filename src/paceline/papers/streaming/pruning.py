@@ -137,7 +137,7 @@ def _drop_rows(p: Pass, insertion: StreamInsertion, cut: set[int], device: torch
 
 
 def _thinned(segment: Segment, rows: Sequence[int], device: torch.device) -> Segment:
-    """The segment of the rows (and their keys) that are left; the rows are its whole block."""
+    """Return the segment of the rows (and their keys) that are left; the rows are its whole block."""
     prefix, left = segment.prefix, len(rows)
     index: Tensor | slice
     keys = segment.keys

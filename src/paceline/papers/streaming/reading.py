@@ -49,7 +49,7 @@ def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: K
 
 
 def most_accepted(work: Work) -> int:
-    """Accepted nodes up to which there is room for another draft afterwards."""
+    """Return how many accepted nodes leave room for another draft."""
     return work.max_depth - 2
 
 

@@ -95,7 +95,7 @@ class StreamsOptions:
         return main, stream if self.alpha_j is None else self.alpha_j
 
     def config(self, network: Network, target: str = "", mark: str = "") -> StreamConfig:
-        """The set's shape over a target.
+        """Return the set's shape over a target.
 
         Args:
             target: its name.
@@ -194,7 +194,7 @@ class StreamRecipe:
         return loss + early, figures | exit_figures
 
     def _said(self, final: Tensor, aims: Aims) -> Said | None:
-        """What the target says in the main rows ``final`` [B * T, d] that streams stand for; None: it is not asked."""
+        """Return the target's output in the main rows ``final`` [B * T, d] that streams stand for; None: not needed."""
         if not self.options.distill:
             return None
         read = torch.zeros(len(final), dtype=torch.bool, device=final.device)
@@ -203,8 +203,10 @@ class StreamRecipe:
         return lambda own: said_at(found, places[own.main.flatten()])
 
     def _stream_loss(self, streams: Tensor, aims: Aims, said: Said | None) -> tuple[Tensor, dict[str, float]]:
-        """sum_j alpha_j ((1 - w) CE_j + w KL_j) (eq. 6 of the paper, w = 0; each a mean over the rows that have a token
-        so far ahead); w: ``distill``; p: main row t + j, frozen."""
+        """Return sum_j alpha_j ((1 - w) CE_j + w KL_j) (eq. 6 of the paper, w = 0).
+
+        Each a mean over the rows that have a token so far ahead; w: ``distill``; p: main row t + j, frozen.
+        """
         head, share, alpha_j = self.network.head_weight, self.options.distill, self.options.factors[1]
         rows, gamma = streams.flatten(0, 1), streams.shape[1]
         targets = aims.tokens.flatten()
@@ -281,7 +283,7 @@ class StreamRecipe:
         return tally.figures()
 
     def _outputs(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, Tensor]:
-        """Main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
+        """Return main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
         if self.options.mode == "shared":
             run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
             return run.final, run.streams
@@ -314,7 +316,7 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def build(options: StreamsOptions, context: BuildContext) -> StreamRecipe:
-    """A fresh set over the context's target, or the one in ``context.init``.
+    """Return a fresh set over the context's target, or the one in ``context.init``.
 
     Raises:
         ConfigError: options that do not fit it, a set of another shape, or prompt tokens that weigh

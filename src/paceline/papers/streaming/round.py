@@ -128,8 +128,7 @@ class StreamHook(PassHook):
     # -- a pass in parts
 
     def before(self, layer: int) -> None:
-        """Prune the trees of some sequences, then add their streams' rows, or keep what their streams will start
-        from."""
+        """Prune the trees of some sequences, then add their streams' rows, or keep their starting states."""
         if self._insertion is None:
             self._insertion = StreamInsertion(self.p, self.target, self.pool)
         insertion, begun = self._insertion, [c for c in self.carriers if c.insertion == layer]

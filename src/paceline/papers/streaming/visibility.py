@@ -12,12 +12,16 @@ from torch import Tensor
 
 
 def stream_sees(owner: Tensor, stream: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
-    """Return [queries, keys] bool: stream j of main row t sees streams 1 .. j of that row, itself included (eq. 2),
-    by the owner and number, int64, of each querying stream [queries] and of those whose keys they are [keys]."""
+    """Return [queries, keys] bool: stream j of main row t sees streams 1 .. j of that row, itself included (eq. 2).
+
+    By the owner and number, int64, of each querying stream [queries] and of those whose keys they are [keys].
+    """
     return (owner[:, None] == key_owner) & (key_stream <= stream[:, None])
 
 
 def main_sees(row: Tensor, key_owner: Tensor) -> Tensor:
-    """Return [queries, keys] bool: main row t of ``row`` [queries] int64 sees all streams of its own, by the owner of
-    each key [keys] (eq. 3, shared mode alone)."""
+    """Return [queries, keys] bool: main row t of ``row`` [queries] int64 sees all streams of its own.
+
+    By the owner of each key [keys] (eq. 3, shared mode alone).
+    """
     return row[:, None] == key_owner

@@ -1,11 +1,11 @@
-"""The recipes ``draft_model`` and ``tracks``: a small model of the same tokenizer, distilled from the target."""
+"""The recipe ``draft_model``: a small model of the same tokenizer, distilled from the target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,8 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
-from ...model.families import Merge, decoder_config
+from ...model.families import decoder_config
 from ...model.hot import hot_share, places_of
-from ...papers.mirror.tracks_training import TracksNetwork
-from ...weights.loader import load_weights
 from ..data import TokenBatch
 from ..features import Features, OnlineFeatures, argmax
 from ..losses import cross_entropy, distilled
@@ -83,6 +81,8 @@ class DistilledOptions(ModelShape):
         0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )
 
+    network: ClassVar[Callable[..., Any]] = Network
+
     def __post_init__(self) -> None:
         check(self)
 
@@ -96,21 +96,6 @@ class DraftModelOptions(DistilledOptions):
         help="what it begins as, without --init: target: so many of the target's layers, evenly spaced, with its "
         "embedding, norm and head; widths and heads are the target's then",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracksOptions(DistilledOptions):
-    """A draft of tracks; widths and heads are those of all tracks together."""
-
-    tracks: int = option(4, help="parts without traffic between two merges, each for a process of its own", minimum=2)
-    merge: Merge = option(
-        "gather", help="between two segments: gather (a track reads all states) or sum (all read one)"
-    )
-
-    def config(self, *sizes: Any, **more: Any) -> dict[str, Any]:
-        """Return its config.json; arguments as for `ModelShape`."""
-        own = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
-        return {**super().config(*sizes, **more), **own, "num_tracks": self.tracks, "merge": self.merge}
 
 
 class DraftModelRecipe:
@@ -131,7 +116,7 @@ class DraftModelRecipe:
 
     def __init__(
         self,
-        network: Network | TracksNetwork,
+        network: Any,
         target: Network,
         options: DistilledOptions,
         config: Mapping[str, Any],
@@ -225,14 +210,10 @@ def build(options: DistilledOptions, context: BuildContext) -> DraftModelRecipe:
     sizes = target.config.vocab_size, target.config.max_position
     ends = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     config = config_of_layers(folder, keep) if keep else options.config(*sizes, *ends)
-    made = decoder_config(config)
-    network = Network(made, context.device) if made.tracks == 1 else TracksNetwork(made, context.device)
+    network = type(options).network(decoder_config(config), context.device)
     if context.init is not None:
-        if isinstance(network, TracksNetwork):
-            network.load_weights(context.init)
-        else:
-            load_weights(network.decoder, context.init)
-    elif keep and isinstance(network, Network):
+        network.load_weights(context.init)
+    elif keep:
         take_layers(network, target, keep)
     else:
         network.init_weights(context.seed)

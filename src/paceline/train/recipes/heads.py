@@ -43,8 +43,6 @@ from ..network import attend, finish, project, rotation_of, visible
 from .heads_start import start_from_target
 
 if TYPE_CHECKING:
-    from ...draft.eagle.model import EagleModel
-    from ...papers.lyanna.model import LyannaModel
     from ..registry import BuildContext
 
 ALPHA = 0.2  # weight of the squared error of states
@@ -75,7 +73,7 @@ class LayerOptions(HeadOptions):
     )
 
 
-def begin(model: EagleModel | LyannaModel, options: LayerOptions, context: BuildContext) -> None:
+def begin(model: Any, options: LayerOptions, context: BuildContext) -> None:
     """Fill a fresh drafter as the options say (see `start_from_target`), or continue from ``context.init``."""
     if context.init is not None:
         model.resume(context.init)
@@ -130,7 +128,7 @@ class Ahead:
 
 
 def unroll(
-    model: EagleModel | LyannaModel,
+    model: Any,
     features: Tensor,
     batch: TokenBatch,
     anchors: CarrierRows,
