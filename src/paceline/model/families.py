@@ -296,6 +296,7 @@ def _rotary_family(
 
 
 def _common(f: Fields, d_model: int, heads: int, *, tied: bool) -> Json:
+    named = f.text("dtype") or f.text("torch_dtype")  # the name of transformers 5, else that of transformers 4
     return {
         "family": f.values["model_type"],
         "vocab_size": f.integer("vocab_size"),
@@ -305,14 +306,8 @@ def _common(f: Fields, d_model: int, heads: int, *, tied: bool) -> Json:
         "tied": f.flag("tie_word_embeddings", tied),
         "bos_id": next(iter(token_ids("bos_token_id", f.values.get("bos_token_id"))), None),
         "eos_ids": token_ids("eos_token_id", f.values.get("eos_token_id")),
-        "checkpoint_dtype": _stored_dtype(f),
+        "checkpoint_dtype": None if named is None else named.removeprefix("torch."),
     }
-
-
-def _stored_dtype(f: Fields) -> str | None:
-    """Return ``dtype``, the name of transformers 5, else ``torch_dtype``, that of transformers 4."""
-    named = f.text("dtype") or f.text("torch_dtype")
-    return None if named is None else named.removeprefix("torch.")
 
 
 def _head_dim(d_model: int, heads: int) -> int:

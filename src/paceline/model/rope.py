@@ -80,14 +80,10 @@ class RopeTable:
         """Return the table, grown until it holds ``position``."""
         if position >= len(self.now):
             with self._growing:
-                self._grow(position + 1)
+                if blocks := range(len(self.now), position + 1, _TABLE_BLOCK):  # else another thread was faster
+                    cos, sin = zip(*(self._block(start) for start in blocks), strict=True)
+                    self.now = Rotation(torch.cat((self.now.cos, *cos)), torch.cat((self.now.sin, *sin)))
         return self.now
-
-    def _grow(self, positions: int) -> None:
-        blocks = range(len(self.now), positions, _TABLE_BLOCK)
-        if blocks:  # else another thread was faster
-            cos, sin = zip(*(self._block(start) for start in blocks), strict=True)
-            self.now = Rotation(torch.cat((self.now.cos, *cos)), torch.cat((self.now.sin, *sin)))
 
     def _block(self, start: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, start + _TABLE_BLOCK).to(self._wide)

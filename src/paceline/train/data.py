@@ -313,7 +313,9 @@ class Mixture:
         """Yield rows of at most ``length`` tokens: first fit over the rows that are open."""
         opened: list[list[Example]] = []
         while True:
-            example = _shorten(self.draw(), length)
+            example = self.draw()
+            if len(example.tokens) > length:  # a phase of shorter rows sees its first tokens
+                example = replace(example, tokens=example.tokens[:length])
             row = next((r for r in opened if _size(r) + len(example.tokens) <= length), None)
             if row is None:
                 if len(opened) == OPEN_ROWS:
@@ -330,11 +332,6 @@ class Mixture:
 
 def _size(examples: Sequence[Example]) -> int:
     return sum(len(e.tokens) for e in examples)
-
-
-def _shorten(example: Example, length: int) -> Example:
-    """Return its first ``length`` tokens: what a phase of shorter rows sees of it."""
-    return example if len(example.tokens) <= length else replace(example, tokens=example.tokens[:length])
 
 
 def collate(rows: Sequence[Sequence[Example]], length: int, prompt_weight: float = 0.0) -> TokenBatch:

@@ -180,7 +180,8 @@ def distilled(
 
     def of_rows(logits: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         log_p, log_q, said = compare(logits, rows, tokens[rows])
-        distance, entropy = _kl(log_p, log_q), -said
+        p = log_p.exp()  # what p alone says has no slope, so that one product has; 0 log 0 = 0
+        distance, entropy = torch.linalg.vecdot(p, log_p.clamp_min(NONE)) - torch.linalg.vecdot(p, log_q), -said
         taught = distance
         if isinstance(target, TargetTop):
             other = (target.ids[rows] != tokens[rows][:, None]).all(-1)
@@ -189,12 +190,6 @@ def distilled(
 
     loss, each = chunked_loss(hidden, head, of_rows, weights, **options)
     return loss, each[1:]
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return [rows] ``sum_x p (log p - log q)``: what p alone says has no slope, so that one product has."""
-    p = log_p.exp()
-    return torch.linalg.vecdot(p, log_p.clamp_min(NONE)) - torch.linalg.vecdot(p, log_q)  # 0 log 0 = 0
 
 
 # -- state regression and distillation

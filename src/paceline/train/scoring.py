@@ -82,21 +82,16 @@ class CompiledScorer:
 
     @inference
     def _run(self, documents: Sequence[np.ndarray], taps: Taps) -> Tensor:
-        pool, packer, at = self._room(sum(map(len, documents))), RowPacker(self.decoder, self.decoder.device), 0
-        for tokens in documents:
-            count = len(tokens)
-            own = slice(at, at + count)
-            packer.add(tokens.tolist(), range(count), slots=own, keys=own, num_keys=count, prefix=0)
-            at += count
-        state = self.decoder.embed(packer.batch())
-        return self.decoder.run_layers(state, 0, self.decoder.num_layers, pool, taps).hidden
-
-    def _room(self, tokens: int) -> KVPool:
-        """Return K/V of one pass, which the next one overwrites."""
-        if self._pool is None or self._pool.num_tokens < tokens:
-            decoder = self.decoder
+        tokens, decoder = sum(map(len, documents)), self.decoder
+        if self._pool is None or self._pool.num_tokens < tokens:  # K/V of one pass, which the next one overwrites
             self._pool = KVPool(*decoder.cache_shape, tokens, decoder.dtype, decoder.device)
-        return self._pool
+        packer, at = RowPacker(decoder, decoder.device), 0
+        for document in documents:
+            count = len(document)
+            own = slice(at, at + count)
+            packer.add(document.tolist(), range(count), slots=own, keys=own, num_keys=count, prefix=0)
+            at += count
+        return decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, self._pool, taps).hidden
 
 
 def remembered_scores(
