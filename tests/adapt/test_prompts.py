@@ -32,18 +32,10 @@ def test_a_users_prompts_are_split(target: Path, prompts: Path) -> None:
     assert not {*question.learned} & {*question.judged}
 
 
-@pytest.mark.parametrize(
-    ("texts", "words"),
-    [
-        ([f"Question {i}" for i in range(LEAST - 1)], f"it has {LEAST - 1} prompts"),
-        ([f"Question {i}" for i in range(30)] + ["<|im_start|>user\nHello"], r"prompt 31 holds <\|im_start\|>"),
-        ([f"[INST] {i} [/INST]" for i in range(30)], r"prompt 1 holds \[INST\]"),
-    ],
-)
-def test_what_cannot_be_learned_from_is_refused(target: Path, tmp_path: Path, texts: list[str], words: str) -> None:
+def test_too_few_prompts_are_refused(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-    with pytest.raises(ConfigError, match=words):
+    file.write_text("".join(json.dumps({"prompt": f"Question {i}"}) + "\n" for i in range(LEAST - 1)), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"it has {LEAST - 1} prompts"):
         collect(file, load_tokenizer(target), 120, 40, seed=0)
 
 
