@@ -24,7 +24,7 @@ from paceline.adapt import training
 from paceline.adapt.config import AdaptConfig
 from paceline.adapt.run import adapt
 from paceline.adapt.training import train
-from paceline.adapt.verdict import LOOK_UPS, NEW, _words, choose
+from paceline.adapt.verdict import LOOK_UPS, NEW, PRESENT, _words, choose
 from paceline.adapt.work import STATE, RunFolder
 from paceline.bench.records import PLAIN
 from paceline.bench.report import load_report
@@ -244,6 +244,8 @@ def test_what_is_left_is_the_fastest_that_is_slower_nowhere() -> None:
     kinds = {"look-ups": {"a": 1.2}, "new": {"a": 1.5, "b": 1.1}, "hybrid": {"a": 1.9, "b": 0.9}}
     assert choose({"look-ups": ratio(1.2), "new": ratio(1.4), "hybrid": ratio(1.7)}, kinds) == NEW
     assert choose({"look-ups": ratio(1.5), "new": ratio(1.4)}, kinds) == LOOK_UPS
+    assert choose({"look-ups": ratio(1.2), "new": ratio(1.4), "present": ratio(1.6)}, kinds) == PRESENT
+    assert "which is left" in _words(PRESENT, {"present": ratio(1.6), "new": ratio(1.4)}, kinds)
     assert choose({"look-ups": ratio(0.97), "new": ratio(0.8)}, kinds) == LOOK_UPS
     assert choose({"look-ups": ratio(0.7), "new": ratio(0.8)}, kinds) == PLAIN
     single = Interval(value=1.7, low=1.7, high=1.7, pairs=2)  # of two kinds, a prompt each

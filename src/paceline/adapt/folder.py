@@ -51,7 +51,7 @@ def leave(
         (fresh / "README.md").write_text(f"# A drafter for {name}\n\n{made}\n\n{told}", encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
-        text = {PLAIN: "none"}.get(found.chosen) or drafters(config.kind, adapted.HERE)[found.chosen]
+        text = {PLAIN: "none"}.get(found.chosen) or drafters(config, adapted.HERE)[found.chosen]
         settings = {"drafter": text, "target": name, "fingerprint": mark, "dtype": config.dtype}
         adapted.write(folder, {**settings, "kind": config.kind, "verdict": found.words})
     if (folder / REPORT / JSON_NAME).is_file():

@@ -295,7 +295,7 @@ class Adaptation:
         self._llm = None
         gc.collect()
         new = str((self.work.folder / result).absolute())
-        methods = [f"{name}={text}" for name, text in verdict.drafters(self.config.kind, new).items()]
+        methods = [f"{name}={text}" for name, text in verdict.drafters(self.config, new).items()]
         config = BenchConfig(
             model=self.config.model,
             methods=tuple(with_plain(parse_methods(methods, self.config.dtype))),

@@ -1,4 +1,4 @@
-"""What it is worth: plain decoding, look-ups, the new drafter and both together, on prompts that nobody learned from.
+"""What it is worth: plain decoding, look-ups, the new drafter, both together and the zoo's, on prompts put aside.
 
 The bench measures them, in turns on the same prompts, and writes its page. The fastest of them is left for use
 that is faster than plain decoding, by the interval, and slower on no kind of prompt; where look-ups are as good,
@@ -16,10 +16,12 @@ from ..bench.records import PLAIN, Report
 from ..bench.run import Run
 from ..bench.summary import Interval, Summary
 from ..draft.hybrid import with_parts
+from ..weights.zoo import default_drafter
+from .config import AdaptConfig
 
-LOOK_UPS, NEW, BOTH = "look-ups", "new", "hybrid"
+LOOK_UPS, NEW, BOTH, PRESENT = "look-ups", "new", "hybrid", "present"
 LOOKUP = "suffix"
-METHODS = 4  # that are compared: these three and plain decoding
+METHODS = 5  # that are compared: these four and plain decoding
 NEVER_SLOWER = 0.97  # times plain decoding: a drafter slower than this on a kind of prompt is not left for use
 LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be believed
 
@@ -28,7 +30,7 @@ LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be be
 class Verdict:
     """Figures, and what is left; ready for JSON."""
 
-    chosen: str  # `LOOK_UPS`, `NEW`, `BOTH` or `PLAIN`
+    chosen: str  # `LOOK_UPS`, `NEW`, `BOTH`, `PRESENT` or `PLAIN`
     words: str
     times_plain: dict[str, list[float]]  # by method: value, low, high
     by_kind: dict[str, dict[str, float]]  # by method and workload
@@ -38,10 +40,14 @@ class Verdict:
     trials: int
 
 
-def drafters(kind: str, folder: str) -> dict[str, str]:
-    """Return what is compared, by name, as the registry reads it; ``folder`` has the new one's weights."""
-    new = f"{kind}:{folder}"
-    return {LOOK_UPS: LOOKUP, NEW: new, BOTH: with_parts([LOOKUP], new)}
+def drafters(config: AdaptConfig, folder: str) -> dict[str, str]:
+    """Return what is compared, by name, as the registry reads it; ``folder`` has the new one's weights.
+
+    Where the zoo has a drafter of the model, it is compared as well.
+    """
+    new, present = f"{config.kind}:{folder}", default_drafter(config.model, config.dtype) or LOOKUP
+    named = {} if present == LOOKUP else {PRESENT: present}
+    return {LOOK_UPS: LOOKUP, NEW: new, BOTH: with_parts([LOOKUP], new), **named}
 
 
 def judge(config: BenchConfig, out: Path, command: str, tell: Progress) -> Verdict:
@@ -116,6 +122,8 @@ def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str
     if chosen in (NEW, BOTH):
         what = "the new drafter" if chosen == NEW else "the new drafter with look-ups"
         return f"{what} pays: {_times(speedups[chosen])} of plain decoding on prompts it never saw"
+    if chosen == PRESENT:
+        return f"the new drafter pays less than the one that the model has: {_times(speedups[PRESENT])}, which is left"
     if chosen == LOOK_UPS:
         own = speedups[LOOK_UPS]
         known = f"look-ups alone give {_times(own)} of plain decoding" if own.low > 1 else "nothing surely does"
