@@ -12,11 +12,9 @@ from kits.gguf_files import NUMBERS, write
 from kits.native import needs_kernels
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
-from paceline.api.assembly.models import open_source
-from paceline.api.config import LLMConfig
 from paceline.runtime.rank_worker import facts_of
 from paceline.weights.files import FINGERPRINT, fingerprint
-from paceline.weights.source import read_config, resolve_folder
+from paceline.weights.source import read_config, resolve, resolve_folder
 
 write_stretched = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "stretch.py"))["write_stretched"]
 PROMPTS = ["Once upon a time", "def add(a, b):"]
@@ -82,9 +80,7 @@ def test_the_fingerprint_is_what_lets_drafters_fit(twice: Path, tmp_path: Path) 
 
 @needs_kernels
 def test_a_draft_process_with_another_number_of_layers_is_refused(twice: Path) -> None:
-    mine, theirs = (
-        facts_of(open_source(LLMConfig(model=model), model, "auto")) for model in ("paceline-small", str(twice))
-    )
+    mine, theirs = (facts_of(resolve(model)) for model in ("paceline-small", str(twice)))
     assert mine.weights != theirs.weights and mine.weights.split()[0] == theirs.weights.split()[0]
 
 

@@ -14,7 +14,6 @@ import math
 import random
 import sys
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,8 +26,6 @@ from torch import Tensor
 
 from paceline import kernels
 from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.core.tree import TokenTree
-from paceline.engine.chances import Chances, History, RequestKind, weigh
 from paceline.kernels.calls import NativeTaps, RowSpan, TokenPass
 from paceline.kernels.drafts import (
     ChainStart,
@@ -485,28 +482,15 @@ def refusals(decoder: Decoder) -> None:
 
 
 def look_ups(draw: random.Random) -> None:
-    """Growing texts, and the chances of trees of their tokens."""
+    """Growing texts."""
     texts: list[list[int]] = [[] for _ in range(4)]
     found = NgramTexts(1, draw.randint(1, 5), 8)
     suffixes = SuffixTexts(1, draw.randint(1, 9), draw.choice([0.5, 4.0]), 0.1, draw.choice([0, 40, 400]))
-    chances = [Chances(), Chances()]
-    views: list[Any] = [SimpleNamespace(key=key, tokens=text) for key, text in enumerate(texts)]
-    histories = [History(view, RequestKind(chances), len(chances), room=7) for view in views]
     for _ in range(60):
         for text in texts:
             text += draw.choices(range(3), k=draw.choice([1, 1, 2, 9]))
         asked = [(key, texts[key], draw.randint(1, 7)) for key in draw.sample(range(4), draw.randint(1, 4))]
-        drafted = [row for _, row in found.draft(asked)]
-        if any(drafted):
-            parents = [[-1, *(draw.randint(0, i) for i in range(len(row)))] for row in drafted]
-            marks = [[0, *draw.choices((0, 1), k=len(row))] for row in drafted]
-            tokens = [[texts[key][-1], *row] for (key, _, _), row in zip(asked, drafted, strict=True)]
-            lists = TokenTree(tokens, parents, marks, [*map(len, tokens)])
-            own = [histories[key] for key, _, _ in asked]
-            rows = min(sum(lists.counts) - len(own), draw.choice([0, 1, 99]))
-            weigh(
-                kernels.library(), own, lists, None, array("d", [0.1 * k for k in range(1 + rows)]), draw.random() < 0.5
-            )
+        found.draft(asked)
         suffixes.draft([(key, texts[key], depth, 1 + depth % 3) for key, _, depth in asked])
         if draw.random() < 0.2:
             key = draw.randint(0, 3)
