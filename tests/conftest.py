@@ -34,7 +34,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
-    """Every test starts from the same state of the global generators, in whatever order tests run."""
+    """Every test starts from the same state of the global generators, and with one thread, in whatever order."""
+    torch.set_num_threads(1)
     random.seed(0)
     torch.manual_seed(0)
     yield
@@ -51,8 +52,7 @@ def no_folder_of_the_user_is_found(tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(autouse=True, scope="session")
 def what_is_frozen_stays_frozen() -> Iterator[None]:
-    """A run of the benchmark freezes what is there, and undoes it in the end: every later collection of garbage in this
-    process would look at all that was ever imported, 100 ms and more each."""
+    """A run of the benchmark unfreezes in the end: every later collection would look at all that was ever imported."""
     frozen = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.bench.run.gc", frozen)

@@ -21,15 +21,34 @@ from statistics import mean
 HERE = Path(__file__).parent.parent
 WORKER = """
 import json, sys
-from kits.budget_world import WORLDS, World, run
+from itertools import product
+from kits.budget_world import HARD, LOOKUP, NETWORK, STEP_COSTS, World, run
 from paceline import kernels as native
 from paceline.engine.auto import AutoBudget
 from paceline.engine.costs import DraftCosts
 
 native.library()  # nodes are chosen in compiled code
+TWO = ((0.3, 0.9, 0.7), (0.5, 0.5, 0.85), (0.8, 0.3, 0.5), (0.1, 0.8, 0.3), (0.9, 0.9, 0.8))
+
+
+def worlds():
+    found = {}
+    kinds, rates = {"look-up": LOOKUP, "network": NETWORK}, (0.0, 0.2, 0.5, 0.8, 0.95)
+    for (shape, costs), (kind, drafter), rate in product(STEP_COSTS.items(), kinds.items(), rates):
+        found[f"usual: {shape}, {kind}, {rate}"] = {**drafter, "costs": costs, "acceptance": lambda _, r=rate: r}
+    found |= {f"hard: {name}": {"costs": STEP_COSTS["stairs"], **world} for name, world in HARD.items()}
+    for (shape, costs), ms, (offer, rate, far) in product(STEP_COSTS.items(), (0.1, 0.6), TWO):
+        shared = {"costs": costs, "longest": 8, "spread": 0.1}
+        net = World(**shared, acceptance=lambda _, r=far: r, claimed=far, level_ms=ms, ask_ms=0.5, unseen_ms=0.02)
+        found[f"two: {shape}, {ms} ms, {offer}, {rate}, {far}"] = {
+            **shared, **LOOKUP, "acceptance": lambda _, r=rate: r, "claimed": rate, "offer": offer, "second": net
+        }
+    return found
+
+
 batches, seeds, steps = map(json.loads, sys.argv[1:])
 speeds = {}
-for name, made in WORLDS.items():
+for name, made in worlds().items():
     for batch in batches:
         for seed in range(seeds):
             world = World(**made, seed=seed)

@@ -33,8 +33,8 @@ from typing import Any
 import two_hosts
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "fuzz"))
+import kills  # noqa: E402
 import soak  # noqa: E402
-import stage_kills  # noqa: E402
 
 from paceline.core.errors import PacelineError  # noqa: E402
 
@@ -125,8 +125,8 @@ class UnderFire:
     def __init__(self, seed: int, hosts: Hosts) -> None:
         self.hosts, self.draw, self.struck = hosts, random.Random(seed), list[Struck]()
         cluster = {"cluster": f"{hosts.head},cores=1", "pipeline": "2,threads=1"}
-        self.piped = stage_kills.Killed(self.draw, **cluster, round="pipeline,width=4,children=3,source=process")
-        self.ranks = stage_kills.LLM(stage_kills.MODEL, **RANKS)
+        self.piped = kills.Killed(self.draw, **cluster, round="pipeline,width=4,children=3,source=process")
+        self.ranks = kills.LLM(kills.MODEL, **RANKS)
         self.found = self.piped.found
 
     def batch(self, ranks: bool, prepared: Any) -> None:
@@ -255,7 +255,7 @@ def inside(asked: argparse.Namespace) -> int:
     fire = UnderFire(asked.seed, Hosts(known["hosts"], known["head"], known["folder"]))
     kinds = [asked.only or KINDS[number % len(KINDS)] for number in range(asked.faults)]
     fire.draw.shuffle(kinds)
-    each = max(2, -(-asked.requests // max(1, len(kinds)) // stage_kills.BATCH))
+    each = max(2, -(-asked.requests // max(1, len(kinds)) // kills.BATCH))
     for kind in kinds:
         fire.strike(kind, each)
         if fire.struck:

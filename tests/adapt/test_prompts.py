@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.adapt.prompts import JUDGED_OF_MIX, LEAST, MIX, collect, write_prompts
+from paceline.adapt.prompts import JUDGED_OF_MIX, LEAST, MIX, collect
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
-from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.weights.source import load_tokenizer
 
 
@@ -37,11 +36,3 @@ def test_too_few_prompts_are_refused(target: Path, tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"prompt": f"Question {i}"}) + "\n" for i in range(LEAST - 1)), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"it has {LEAST - 1} prompts"):
         collect(file, load_tokenizer(target), 120, 40, seed=0)
-
-
-def test_prompts_are_data_by_their_ids(target: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(target)
-    given = [(5, 9, 11), (7, 8)]
-    write_prompts(tmp_path / "asked.jsonl", given, tokenizer)
-    read = load_source(SourceSpec(file=str(tmp_path / "asked.jsonl")), Encoder(tokenizer, 64))
-    assert [tuple(e.tokens[: e.prompt].tolist()) for e in read] == given

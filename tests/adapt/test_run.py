@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from kits.browser import browser, needs_chromium
 from toolkit import largest_file
-from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams
 from paceline.adapt import run as whole
@@ -29,7 +26,6 @@ from paceline.adapt.work import STATE, RunFolder
 from paceline.bench.records import PLAIN
 from paceline.bench.report import load_report
 from paceline.bench.summary import Interval
-from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.draft import adapted
 
@@ -92,17 +88,6 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
     (out / STATE).write_text(json.dumps(state | {"spent_s": 1e6}))
     again = adapt(asked, said.append, quiet)  # all is done, also where the time is over
     assert again.verdict == made.verdict
-
-
-@needs_chromium
-def test_its_page_fits_a_phone(target: Path, prompts: Path, out: Path) -> None:
-    made = adapt(config(target, prompts, out), quiet, quiet)
-    with browser() as page:
-        for width in (1200, 420):
-            page.open((out / "report" / "report.html").as_uri(), width)
-            assert page.run("return document.documentElement.scrollWidth") <= width
-            assert made.verdict.words[1:] in page.text("main")
-        assert not page.complaints()
 
 
 def test_another_models_folder_and_a_second_run_in_one_are_refused(target: Path, prompts: Path, tmp_path: Path) -> None:
@@ -221,20 +206,6 @@ def test_a_run_that_is_killed_goes_on(target: Path, prompts: Path, tmp_path: Pat
         kept = {f.name: f.read_bytes().rpartition(b"\n")[0] for f in (tmp_path / "out").glob("answers/*.jsonl")}
         assert met or not phase, f"it never was at {phase!r}"
     assert adapted.is_adapted(str(tmp_path / "out"))
-
-
-def test_ctrl_c_keeps_everything_and_says_how_to_go_on(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*given: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(whole, "train", interrupted)
-    arguments = ["adapt", str(target), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--threads", "1"]
-    done = CliRunner().invoke(app, [*arguments, "--hours", str(HOURS), "--kind", "eagle"])
-    assert done.exit_code == 130 and "results are in" in done.output
-    assert json.loads((tmp_path / "out" / STATE).read_text())["done"]["answers"]["tokens"] > 0
-    torch.set_num_threads(1)
 
 
 def test_what_is_left_is_the_fastest_that_is_slower_nowhere() -> None:

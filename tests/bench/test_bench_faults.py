@@ -86,17 +86,6 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any], str]
     return planted
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_without_a_fault_passes(dtype: str):
-    report = bench(dtype)
-    found = verdict(report)
-    assert found.passed and found.identical == 2 and found.tolerance is None
-    assert output_of(report, FAST) == output_of(report, "plain")
-    assert len({tuple(ids) for ids in output_of(report, "plain")}) == 2  # else a re-ordered list could not be seen
-    drafted = next(trial for trial in report.trials if trial.method == FAST)
-    assert 0 < drafted.accepted < drafted.drafted  # both verdicts were met
-
-
 class OneWrongToken:
     """A verifier that once takes a drafted token which the target did not choose, in the first output."""
 
@@ -126,8 +115,7 @@ def one_wrong_token(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
     plant(fault.run, "run")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("dtype", "kernels"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "torch")])
+@pytest.mark.parametrize(("dtype", "kernels", "temperature"), [("bfloat16", "auto", 0.8), ("float32", "torch", 0.0)])
 def test_one_wrong_token_is_caught(one_wrong_token: None, dtype: str, kernels: str, temperature: float):
     report = bench(dtype, kernels, temperatures=(temperature,))
     found = verdict(report)
@@ -139,7 +127,7 @@ def test_one_wrong_token_is_caught(one_wrong_token: None, dtype: str, kernels: s
     assert (failure["expected"], failure["got"]) == (plain[at], other[at])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32"])
 def test_an_output_one_token_short_is_caught(plant: Any, dtype: str):
     """An engine whose stop rule counts one too many."""
 
@@ -151,15 +139,3 @@ def test_an_output_one_token_short_is_caught(plant: Any, dtype: str):
     report = bench(dtype)
     assert [len(ids) for ids in output_of(report, FAST)] == [LENGTH - 1] * 2
     assert [failure["what"] for failure in verdict(report).failures] == ["one token short"] * 2
-
-
-def test_reordered_outputs_are_caught(plant: Any):
-    """The prompts are named in order, and the answers belong to each other's."""
-
-    def drive(right: Any, runner: EngineRunner, group: Group, *rest: Any) -> Any:
-        return right(runner, replace(group, prompts=group.prompts[::-1]), *rest)
-
-    plant(drive, "_drive")
-    found = verdict(bench("float32"))
-    assert all(failure["what"] == "wrong token" for failure in found.failures)
-    assert len(found.failures) == 2

@@ -39,30 +39,13 @@ OUTPUTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 PLAIN = trial("plain", OUTPUTS)
 
 
-# -- ids, lengths, reasons, order
-
-
-def test_identical_outputs_pass():
-    found = compare_outputs([PLAIN], [trial("ngram", OUTPUTS)])
-    assert found.passed and (found.sequences, found.identical, found.explained) == (3, 3, 0)
-    assert (found.method, found.reference, found.cell, found.tolerance) == ("ngram", "plain", CELL, None)
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"outputs": [[1, 2, 3], [4, 5, 5], [7, 8, 9]]}, [("p1", "wrong token")]),
         ({"outputs": [[1, 2], [4, 5, 6], [7, 8, 9]]}, [("p0", "one token short")]),
-        ({"outputs": [[], [4, 5, 6], [7, 8, 9]]}, [("p0", "3 tokens short")]),
-        ({"outputs": [[1, 2, 3], [4, 5, 6], [7, 8, 9, 9]]}, [("p2", "one token long")]),
-        (
-            {"finish": ["length", "stop", "length"]},
-            [("p1", "finish reason 'stop', plain decoding's is 'length'")],
-        ),
-        (
-            {"outputs": [[4, 5, 6], [1, 2, 3], [7, 8, 9]]},
-            [("p0", "wrong token"), ("p1", "wrong token")],
-        ),
+        ({"finish": ["length", "stop", "length"]}, [("p1", "finish reason 'stop', plain decoding's is 'length'")]),
+        ({"outputs": [[4, 5, 6], [1, 2, 3], [7, 8, 9]]}, [("p0", "wrong token"), ("p1", "wrong token")]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -71,16 +54,6 @@ def test_every_difference_is_a_failure_with_a_name(changes: dict[str, Any], expe
     assert failing(found) == expected
     assert not found.passed
     assert found.sequences == 3 and found.identical == 3 - len(expected)
-
-
-def test_a_failure_says_where_and_what():
-    found = compare_outputs([PLAIN], [trial("ngram", [[1, 2, 3], [4, 9, 6], [7, 8, 9]])])
-    assert found.failures == [
-        {"prompt": "p1", "group": 0, "repeat": 0, "what": "wrong token", "position": 1, "expected": 5, "got": 9}
-    ]
-
-
-# -- a whole report
 
 
 def report_of(methods: Sequence[Method], trials: Sequence[Trial]) -> Report:

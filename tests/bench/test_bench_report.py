@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
-import json
-import os
 import re
-import shutil
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,7 +14,7 @@ from rich.console import Console
 
 from paceline.bench import report as say
 from paceline.bench.records import Method, Report
-from paceline.bench.report import load_report, page, write_report, write_text
+from paceline.bench.report import load_report, page, write_text
 from paceline.bench.summary import Summary
 
 EVIL = '<img src="http://evil.example/x" onerror=alert(1)> | `*_[x](y) & "quotes"'
@@ -92,14 +84,9 @@ def evil() -> Report:
 
 
 CASES = {
-    "one cell": lambda: World(workloads={"gsm8k": "GSM8K"}).report(),
     "many": troubled,
     "evil names": evil,
-    "plain alone": lambda: World(truths=TRUTHS[:1]).report(),
-    "peers alone": lambda: World(truths=TRUTHS[4:]).report(),
     "no plain": lambda: World(truths=TRUTHS[1:4]).report(),
-    "one pair": lambda: World(groups=1, repeats=1).report(),
-    "no bandwidth": lambda: World(bandwidth=None).report(),
     "nothing": lambda: World(workloads={}).report(),
     "all failed": lambda: all_failed(),
     "bare": lambda: bare(),
@@ -137,9 +124,6 @@ def on_terminal(report: Report, width: int = 80) -> str:
     return capture.get()
 
 
-# -- every view of every report
-
-
 @cache
 def rendered(case: str) -> str:
     """The page of one of `CASES`."""
@@ -166,9 +150,6 @@ def test_json_comes_back(report: Report, tmp_path: Path) -> None:
     path = write_text(tmp_path / "r.json", report.as_json())
     assert load_report(path).as_json() == report.as_json()
     assert write_text(tmp_path / "again.json", load_report(path).as_json()).read_text() == path.read_text()
-
-
-# -- what they say
 
 
 def test_every_view_says_what_the_summary_says() -> None:
@@ -219,90 +200,3 @@ def test_trouble_is_told_in_every_view() -> None:
         assert "position 17" in text and "1 FAILED" in text
         assert "ngram" in text and re.search(r"Slower than plain decoding: (\d+|none) of \d+ rows", text)
         assert "the machine was busy" in text
-
-
-# -- in a browser
-
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PROBE = """<!DOCTYPE html><title>probe</title><pre id="found">unfinished</pre><script>
-const found = {};
-const frames = [360, 420, 1280].map((width) => {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `width:${width}px;height:800px;border:0`;
-  frame.src = "report.html";
-  return [width, frame, new Promise((done) => frame.addEventListener("load", done))];
-});
-for (const [, frame] of frames) document.body.append(frame);
-Promise.all(frames.map((entry) => entry[2])).then(() => {
-  for (const [width, frame] of frames) {
-    const page = frame.contentDocument;
-    const outside = [...page.querySelectorAll("h1, h2, h3, p, li")].filter((element) => {
-      const box = element.getBoundingClientRect();
-      return box.width && (box.left < -0.5 || box.right > width + 0.5);
-    });
-    found[width] = {
-      scroll: page.documentElement.scrollWidth,
-      outside: outside.map((element) => element.outerHTML.slice(0, 80)),
-      requests: frame.contentWindow.performance.getEntriesByType("resource").map((entry) => entry.name),
-    };
-  }
-  document.getElementById("found").textContent = JSON.stringify(found);
-});
-</script>"""
-
-
-def browser() -> str | None:
-    return os.environ.get("CHROME") or next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder and remembers what was asked for."""
-
-    asked: list[str] = []
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        super().do_GET()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    Handler.asked = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", Handler.asked
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.mark.full
-@pytest.mark.skipif(browser() is None, reason="no Chromium found (PATH, or the variable CHROME)")
-@pytest.mark.parametrize("case", ["many", "evil names"])
-def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
-    """No request but for the page, and nothing wider than the screen."""
-    report = CASES[case]()
-    if case == "evil names":
-        report.workloads[EVIL]["title"] = f"gsm8k hybrid {'very' * 30} {EVIL}"
-    write_report(report, tmp_path)
-    (tmp_path / "probe.html").write_text(PROBE, encoding="utf-8")
-    flags = ["--headless=new", "--disable-gpu", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}"]
-    flags += ["--no-sandbox"] if os.geteuid() == 0 else []
-    with serving(tmp_path) as (address, asked):
-        command = [str(browser()), *flags, "--virtual-time-budget=20000", "--dump-dom", f"{address}/probe.html"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
-    assert text is not None, done.stderr[-2000:]
-    found = json.loads(text[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert set(found) == {"360", "420", "1280"}
-    for width, seen in found.items():
-        assert seen["scroll"] <= int(width), f"the page is wider than {width} px"
-        assert seen["outside"] == []
-        assert seen["requests"] == []
-    assert set(asked) <= {"/probe.html", "/report.html", "/favicon.ico"}

@@ -10,7 +10,7 @@ import pytest
 from kits.reports import World, fail
 
 from paceline.bench.records import Cell, Method, Report, Trial
-from paceline.bench.summary import Row, Summary, bootstrap, draw_groups, overall_ratio, percentile_bounds, speed_logs
+from paceline.bench.summary import Row, Summary, bootstrap, draw_groups, overall_ratio, percentile_bounds
 
 CELL = Cell(workload="w")
 
@@ -43,9 +43,6 @@ def row_of(report: Report, method: str, workload: str | None) -> Row:
     return found[0]
 
 
-# -- speed-ups
-
-
 def test_speedup_is_the_geometric_mean_over_groups_of_the_median_over_repeats() -> None:
     ratios = [[2.0, 4.0, 100.0], [8.0, 8.0, 1.0]]  # medians 4 and 8
     trials = [trial("plain", g, r, 100.0) for g in range(2) for r in range(3)]
@@ -55,26 +52,6 @@ def test_speedup_is_the_geometric_mean_over_groups_of_the_median_over_repeats() 
     assert found.value == pytest.approx(math.sqrt(4 * 8))
     assert found.pairs == 6
     assert found.low <= found.value <= found.high
-
-
-def test_a_slow_moment_that_hits_both_of_a_pair_changes_nothing() -> None:
-    report = World().report()
-    slow = World().report()
-    for t in slow.trials:
-        t.wall_ms *= 7 if t.repeat == 1 else 1
-    cell = report.trials[0].cell
-    before, after = (overall_ratio(Summary(r), "hybrid", "plain", [cell]) for r in (report, slow))
-    assert before is not None and after is not None
-    assert after.value == pytest.approx(before.value)
-    assert after.low == pytest.approx(before.low)
-
-
-def test_only_pairs_count() -> None:
-    trials = [trial("plain", 0, 0, 100.0), trial("plain", 0, 1, 900.0), trial("plain", 1, 0, 100.0)]
-    trials += [trial("fast", 0, 0, 50.0), trial("fast", 1, 0, 10.0, error="broken"), trial("fast", 2, 0, 1.0)]
-    logs = speed_logs([t for t in trials if t.method == "fast"], [t for t in trials if t.method == "plain"])
-    assert logs == {0: [pytest.approx(math.log(2))]}
-    assert overall_ratio(Summary(report_of(trials, PLAIN, FAST)), "fast", "nobody", [CELL]) is None
 
 
 def test_overall_is_the_geometric_mean_of_the_workloads() -> None:
@@ -98,9 +75,6 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         low, high = percentile_bounds(bootstrap(logs.tolist(), generator, draw_groups(16, generator, 500)))
         covered += low <= 0.7 <= high
     assert 0.90 <= covered / 400 <= 0.99
-
-
-# -- who is compared with whom
 
 
 def test_the_reference_is_plain_decoding_of_the_same_engine_and_dtype() -> None:
@@ -131,9 +105,6 @@ def test_the_reference_is_plain_decoding_of_the_same_engine_and_dtype() -> None:
         "llama.cpp/ngram": "llama.cpp/plain",
         "vllm/ngram": None,
     }
-
-
-# -- figures
 
 
 def test_failed_trials_are_left_out_and_counted() -> None:

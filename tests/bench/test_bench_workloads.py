@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections import Counter
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.weights import zoo
 
-DATA = resources.files("paceline.bench") / "data"
 PACKAGED = sorted(name for name, entry in WORKLOADS.items() if entry.packaged)
-FROM_FOLDER = sorted(set(WORKLOADS) - set(PACKAGED))
 LONG = 100_000  # a model length that nothing packaged reaches
 
 
@@ -30,14 +26,6 @@ LONG = 100_000  # a model length that nothing packaged reaches
 def small() -> Any:
     """The tokenizer of the embedded model: byte-level, a BOS in front, a chat template that trims."""
     return AutoTokenizer.from_pretrained(str(zoo.find("paceline-small")))
-
-
-@pytest.fixture
-def tokenizer(small: Any) -> Any:
-    """The same one, to be changed by a test."""
-    template = small.chat_template
-    yield small
-    small.chat_template = template
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -66,31 +54,6 @@ def workload(*prompts: Prompt, chat: bool = True) -> Workload:
     )
 
 
-def categories(found: Workload) -> Counter[str]:
-    """Prompts a category."""
-    return Counter(prompt.category for prompt in found.prompts)
-
-
-# -- the packaged samples
-
-
-def test_which_workloads_come_with_the_package() -> None:
-    assert PACKAGED == ["books", "gsm8k", "humaneval", "humaneval_x", "mmlu", "spec_bench", "wikisql"]
-    assert FROM_FOLDER == ["dialogsum", "drop", "e2e", "triviaqa"]
-    files = {item.name for item in DATA.iterdir()} - {"SOURCES.md"}
-    assert files == {f"{name}.jsonl" for name in PACKAGED}
-
-
-def test_spec_bench_has_all_thirteen_categories_and_second_turns() -> None:
-    found = load("spec_bench")
-    assert len(categories(found)) == 13
-    assert set(categories(found).values()) == {3, 4}
-    assert Counter(len(p.turns) for p in found.prompts) == {1: 16, 2: 24}
-
-
-# -- choosing
-
-
 def test_a_choice_depends_on_the_seed_and_on_nothing_else() -> None:
     full = load("mmlu").prompts
     assert choose(full, 5, 1) == choose(full, 5, 1) == choose(full[::-1], 5, 1)
@@ -98,9 +61,6 @@ def test_a_choice_depends_on_the_seed_and_on_nothing_else() -> None:
     # A constant: what is asked must not change with the version of Python or of this package.
     first = [p.id for p in load("gsm8k", limit=3, seed=0).prompts]
     assert first == ["gsm8k-test-960", "gsm8k-test-784", "gsm8k-test-567"]
-
-
-# -- files and folders
 
 
 def test_a_file_of_either_form_and_compressed(tmp_path: Path) -> None:
@@ -117,9 +77,6 @@ def test_a_file_of_either_form_and_compressed(tmp_path: Path) -> None:
     assert packed.fingerprint == plain.fingerprint
 
 
-# -- bad input
-
-
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
@@ -127,17 +84,8 @@ def test_a_file_of_either_form_and_compressed(tmp_path: Path) -> None:
         ("[]", "not an object"),
         ({"id": "1"}, "or neither"),
         ({"turns": ["a"], "prompt": "a"}, "both"),
-        ({"turns": []}, "'turns'"),
-        ({"turns": "a"}, "'turns'"),
-        ({"turns": ["a", 1]}, "'turns'"),
         ({"turns": ["a", "  "]}, "'turns' cannot hold '  '"),
-        ({"prompt": ""}, "'turns' cannot hold ''"),
-        ({"prompt": None}, "'turns' cannot hold None"),
         ({"turns": ["a"], "id": 1.5}, "'id' cannot hold 1.5"),
-        ({"turns": ["a"], "id": ""}, "'id'"),
-        ({"turns": ["a"], "id": True}, "'id' cannot hold True"),
-        ({"turns": ["a"], "category": 1}, "'category' cannot hold 1"),
-        ({"turns": ["a"], "reference": [1]}, "'reference'"),
         ({"turns": ["a"], "id": "first"}, "line 1 too"),
     ],
 )
@@ -161,9 +109,6 @@ def test_unknown_names_and_paths(tmp_path: Path) -> None:
         load("gsm8k", folder=tmp_path / "no")
     with pytest.raises(ConfigError, match="no such folder"):
         available(tmp_path / "no")
-
-
-# -- token ids
 
 
 def test_ids_are_those_that_the_model_computes(small: Any) -> None:

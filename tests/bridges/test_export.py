@@ -176,21 +176,6 @@ def test_sglang_names_outputs_of_layers_and_vllm_inputs(named: dict[str, Any], t
     assert config[AUX] == [2, 6, 9] and config[INNER] == {AUX: [1, 5, 8], "use_aux_hidden_state": True}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"norm_output": False}, "`norm_output` says that the head computes logits of states that are not normed"),
-        ({"norm_output": True}, "`norm_output` says that the head feeds normed states back"),
-        ({"fc_norm": True}, "`fc_norm` says that the head norms each tapped state"),
-        ({INNER: {"use_aux_hidden_state": False}}, "`use_aux_hidden_state` says that the head reads the target's last"),
-        ({"num_hidden_layers": 2}, "`num_hidden_layers` says that the head has 2 layers"),
-    ],
-)
-def test_a_flat_config_of_another_head_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(CapabilityError, match=words):
-        load_head(eagle3(tmp_path / "head", **changes))
-
-
 def test_what_an_engine_cannot_express_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     biased, plain, third = eagle2(tmp_path / "biased", 0.5), eagle2(tmp_path / "plain"), eagle3(tmp_path / "third")

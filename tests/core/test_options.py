@@ -34,47 +34,21 @@ class Sample:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"count": HIGHEST},
-        {"share": np.float64(0.25)},
-        {"size": "1GiB"},
-        {"size": -HIGHEST},
-        {"size": "\ud800"},
-        {"kind": "b"},
-        {"seed": -(10**400)},
-        {"place": Path("x")},
-        {"steps": (1, 2)},
-    ],
-)
-def test_what_fits_stays_as_it_is(values: dict[str, Any]):
-    ((name, value),) = values.items()
-    assert getattr(Sample(**values), name) is value
-
-
-@pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"count": 0}, "sample,count=0: count must be 1 or more. Give a valid count: how many."),
         ({"count": True}, "count takes integer"),
-        ({"count": 1.0}, "count takes integer"),
         ({"count": np.int64(1)}, "count takes integer"),
         ({"count": HIGHEST + 1}, "count must be between"),
         ({"share": 0}, "share must be above 0"),
-        ({"share": 1.0}, "share must be below 1"),
         ({"share": math.nan}, "share must be"),
-        ({"share": True}, "share takes number"),
         ({"share": torch.tensor(0.5)}, "share takes number"),
-        ({"share": np.float32(0.5)}, "share takes number"),
         ({"size": 1.5}, "size takes text or integer or none"),
         ({"size": "a\0b"}, "size must be text without a NUL character"),
         ({"size": "x" * 5000}, "size must be 4,096 characters or fewer"),
         ({"kind": "c"}, "there is no such kind. Use one of: a, b"),
-        ({"kind": 3}, "kind takes text"),
         ({"mode": "cooked"}, "mode takes raw or done"),
-        ({"seed": "1"}, "seed takes integer or none"),
         ({"place": "x"}, "place takes Path or none"),
-        ({"steps": [1]}, "steps takes <integer,...>"),
         ({"steps": (1, "2")}, "steps takes <integer,...>"),
         ({"plain": 1}, "plain takes true or false. Correct plain"),
     ],

@@ -75,12 +75,6 @@ def test_kept_nodes_keep_their_paths_sources_and_scores(tree, data):
     assert sampled.kept([range(count) for count in tree.counts]).q is None
 
 
-def test_roots_are_trees_of_one_node():
-    tree = TokenTree.roots([3, 1])
-    assert tree.tokens == [[3], [1]] and tree.counts == [1, 1] and tree.is_chain and tree.depths() == [[0], [0]]
-    assert tree.path_tokens(0).shape == (1, 0) and tree.ancestor_mask(1).tolist() == [[True]]
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -101,19 +95,3 @@ def test_check_finds_each_broken_invariant(broken):
     right.check()
     with pytest.raises(ConfigError):
         replace(right, checked=False, **broken).check()
-
-
-def test_constructors_refuse_what_is_not_a_tree():
-    for parents, tokens in [([[1]], [[5]]), ([[0, 2]], [[5, 5]]), ([[-1]], [[5]]), ([[0]], [[5, 6]]), ([], [])]:
-        with pytest.raises(ConfigError):
-            TokenTree.from_parents([0], parents, tokens)
-    with pytest.raises(ConfigError):
-        TokenTree.from_parents([0], [[0], [0]], [[5], [5]])
-    with pytest.raises(ConfigError, match="no number"):
-        TokenTree.from_parents([0], [[0]], [[5]], log_score=[[float("nan")]])
-    for wrong in ("a", 0.5, 2**63):
-        with pytest.raises((TypeError, OverflowError)):
-            TokenTree.from_parents([0], [[0]], [[wrong]])
-    for mark in (-1, 256):
-        with pytest.raises(OverflowError):
-            TokenTree.from_parents([0], [[0]], [[5]], mark)

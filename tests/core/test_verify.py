@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kits.verdicts import sample_and_match
 from torch import Tensor
 
-from paceline.core import verify
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted, block, rejection
@@ -89,9 +88,6 @@ def test_match_meets_every_accepted_length_and_later_siblings():
     assert lengths >= {0, 1, 2, 3} and later_sibling
 
 
-# ---- rejection and block
-
-
 def chains(rows: list[list[int]], q: Tensor) -> TokenTree:
     """Chains of whole rows of tokens, drawn from ``q``."""
     tree = TokenTree.from_parents(
@@ -114,47 +110,6 @@ def sampled_chains(seed: int, batch: int = 64, depth: int = 4) -> tuple[TokenTre
     uniform = torch.rand(batch, depth + 1, generator=generator, dtype=torch.float64)
     noise = -torch.empty(batch, depth + 1, VOCAB, dtype=torch.float64).exponential_(generator=generator).log()
     return tree, p, uniform, noise
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_rejection_of_chains_and_of_trees_agree_on_chains(seed):
-    tree, p, uniform, noise = sampled_chains(seed)
-    assert tree.q is not None
-    outcome = rejection(tree, p, uniform, lambda b, n: noise[b, n])
-    drafts = verify._Drafts(tree, p, uniform, lambda b, n: noise[b, n], "rejection")
-    assert outcome == verify._reject_tree(drafts)
-    assert {len(path) for path, _ in outcome} == {0, 1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("verifier", [rejection, block])
-def test_rows_do_not_depend_on_their_batch(verifier):
-    tree, p, uniform, noise = sampled_chains(7)
-    whole = verifier(tree, p, uniform, lambda b, n: noise[b, n])
-    assert tree.q is not None
-    for b in range(0, 64, 5):
-        count = tree.counts[b]
-        one = chains([tree.tokens[b]], tree.q[b : b + 1, :count])
-        single = verifier(one, p[b : b + 1, :count], uniform[b : b + 1, :count], lambda _, n, b=b: noise[b, n])
-        assert single == [whole[b]]
-
-
-@pytest.mark.parametrize("verifier", [rejection, block])
-def test_a_perfect_draft_is_accepted_whole_and_the_bonus_comes_from_p(verifier):
-    tree, _, uniform, noise = sampled_chains(1)
-    assert tree.q is not None
-    p = tree.q
-    outcome = verifier(tree, p, uniform, lambda b, n: noise[b, n])
-    last = [count - 1 for count in tree.counts]
-    bonus = [int((p[b, n].log() + noise[b, n]).argmax()) for b, n in enumerate(last)]
-    assert outcome == [([*range(1, n + 1)], token) for n, token in zip(last, bonus, strict=True)]
-
-
-@pytest.mark.parametrize("verifier", [rejection, block])
-def test_an_impossible_draft_is_refused_at_once(verifier):
-    """The target gives the drafted token no probability at all."""
-    q = torch.tensor([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
-    p = torch.tensor([[[0.0, 0.25, 0.75], [1.0, 0.0, 0.0]]])
-    assert verifier(chains([[1, 0]], q), p, torch.zeros(1, 2), lambda b, n: torch.zeros(3)) == [([], 2)]
 
 
 def test_siblings_are_tried_in_order_against_the_residual():

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from kit.ticks import watch_ticks
+from kits.tiny import ids
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
 from paceline.api.config import LLMConfig
@@ -59,20 +60,13 @@ def cluster(token: None) -> Iterator[Any]:
     made.shutdown()
 
 
-def ids(outputs: list[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 def on(cluster: Any, **options: Any) -> LLM:
     return LLM(MODEL, cluster=f"{cluster.address},cores=1", **SMALL, **options)
 
 
 @pytest.mark.timeout(300)
 def test_a_cluster_says_what_one_process_says(
-    cluster: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wanted = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
     what_cannot_be_joined(cluster, monkeypatch)
@@ -203,9 +197,6 @@ def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
     assert all("has no host" in fault for fault in stage_line.faults[1:])
 
 
-# -- without a cluster
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -258,6 +249,7 @@ def answering_anybody(grpc: Any) -> tuple[str, Callable[[], None]]:
 
 ALONE = """
 import sys
+from kits.tiny import ids
 from paceline import LLM
 LLM("paceline-small", pipeline=2, max_model_len=64, max_sequences=1).generate("a")
 print("ray" in sys.modules)

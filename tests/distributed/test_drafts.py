@@ -17,11 +17,11 @@ from kit.links import Link
 from kit.mirror_watch import WindowVerdict, watch
 from kit.paced import PacedDrafts
 from kits.channels import InProcess, RealTime
-from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, assemble, draft_model, ids, run, tiny_decoder
 
 from paceline.core.grammar import Grammar
 from paceline.core.sampling import SamplingParams
-from paceline.draft.sessions import ROOT, Ask, GoingSessions, Grown, Opening
+from paceline.draft.sessions import ROOT, Ask, GoingSessions, Opening
 from paceline.engine.base import RoundParts
 from paceline.papers.mirror.round import MirrorRound
 from paceline.runtime.draft_worker import service
@@ -90,40 +90,6 @@ def test_random_lives_are_the_same_here_and_there():
     assert drafted > 60 and rerooted == 10
     for key in nodes:
         there.close(key)
-
-
-def chains(sessions: Any, asks: list[Ask], levels: list[list[int]]) -> list[dict[int, Grown]]:
-    """What a growth of several levels says, asked for level by level."""
-    left = {
-        ask.key: dict(zip(ask.expand, own[len(ask.given) :], strict=True))
-        for ask, own in zip(asks, levels, strict=True)
-    }
-    given = {ask.key: own[: len(ask.given)] for ask, own in zip(asks, levels, strict=True)}
-    found = []
-    while asks:
-        level = dict(zip([ask.key for ask in asks], sessions.grow(asks), strict=True))
-        found.append(level)
-        asks = []
-        for key, grown in level.items():
-            more = left[key] | dict(zip(grown.given, given[key], strict=False))
-            left[key] = {n: more[p] - 1 for p, n in zip(grown.parents, grown.nodes, strict=True) if more[p] > 1}
-            if left[key]:
-                asks.append(Ask(key, (), [*left[key]]))
-    return found
-
-
-def test_a_growth_goes_on_by_itself():
-    """Branches of unequal depth, as of a rollout; two sequences, of which one is done before the other."""
-    here, there, _ = beside()
-    for key in (0, 1):
-        for one in (here, there):
-            one.open(opening(key))
-    asks = [Ask(0, [(ROOT, 20), (ROOT, 30)], [ROOT]), Ask(1, [], [ROOT])]
-    levels = [[4, 1, 3], [2]]
-    growing = there.begin(asks, levels)
-    there.wait(growing)
-    assert growing.levels == chains(here, asks, levels)
-    assert [len(level) for level in growing.levels] == [2, 2, 1, 1] and growing.done
 
 
 class Timed:
@@ -211,10 +177,6 @@ JOBS = [
     ([(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(6 + 5 * i)], SamplingParams(seed=i, max_tokens=24))
     for i in range(2)
 ]
-
-
-def ids(outputs: Any) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[WindowVerdict]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kits.ranks import ranked
-from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, assemble, draft_model, ids, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.model.decoder import Decoder
@@ -33,10 +33,6 @@ def engine_over(decoder: Decoder) -> tuple[Any, Any]:
     line: Any = decoder.ranks.line
     line.follow(engine.pool)
     return engine, line
-
-
-def ids(outputs: Any) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -192,9 +192,6 @@ def test_one_that_cannot_serve_says_why(
     assert worker.pid is None
 
 
-# -- without processes: the same worker in another hand
-
-
 @dataclass
 class Hand:
     """Starts workers that do what a test says."""
@@ -267,15 +264,6 @@ def test_a_silent_worker_is_named_in_time_and_rests_grow(hand: Hand):
     assert rests == sorted(rests)
 
 
-def test_a_worker_at_one_piece_of_work_hangs(hand: Hand):
-    worker = watched(hand)
-    hand.hello()
-    hand.pass_time(worker, 1.0, busy_s=29.0)
-    assert worker.faults == []
-    hand.pass_time(worker, 0.1, busy_s=31.0)
-    assert worker.faults == ["worker echo (pid 7) hangs: at one piece of work for 31.0 s"]
-
-
 def test_a_worker_that_says_no_hello_is_started_again(hand: Hand):
     worker = watched(hand)
     hand.pass_time(worker, 20.5)
@@ -334,13 +322,6 @@ def test_a_host_that_leaves_is_one_failure(hand: Hand):
     assert worker.faults[1].endswith(HOST_LEFT)
 
 
-def test_a_host_that_leaves_while_starting_is_named(hand: Hand):
-    worker = watched(hand)
-    hand.status = HOST_LEFT
-    hand.pass_time(worker, 0.2)
-    assert worker.faults == ["worker echo (pid 7) died: its host has left the cluster"]
-
-
 def test_a_refusal_after_a_restart_is_final(hand: Hand):
     worker = watched(hand)
     hand.others[-1].send(Refused("draft x", "its file is gone", "put it back", ""))
@@ -349,9 +330,6 @@ def test_a_refusal_after_a_restart_is_final(hand: Hand):
         with pytest.raises(ConfigError, match="its file is gone"):
             hand.pass_time(worker, 1.0)
     assert len(hand.began) == 1
-
-
-# -- placement
 
 
 def test_cores_that_are_not_there():

@@ -10,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.draft import paths, proposals, text, view, want
-from kits.tiny import LOOKUP, MODEL, assemble, hybrid, hybrid_with_streams, run, tiny_config, tiny_decoder
+from kits.tiny import LOOKUP, MODEL, assemble, hybrid, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence
-from paceline.draft.base import StepFeatures
 from paceline.draft.hybrid import Hybrid, HybridConfig
 from paceline.draft.proposal import Proposal
 
@@ -32,39 +30,6 @@ def bound(drafter: Hybrid, sequences: int = 4, tokens: int = 2000) -> Hybrid:
     return drafter
 
 
-def told(drafter: Hybrid, sequence: Sequence, new: list[int], accepted: int) -> None:
-    """What a round tells the drafter after a step."""
-    sequence.tokens += new
-    drafter.observe(StepFeatures([sequence], [new]))
-
-
-class Rule:
-    """Asks whom it is told to, and keeps what it hears."""
-
-    def __init__(self, asks: list[list[int]]) -> None:
-        self.asks, self.firsts, self.heard = asks, [], []  # type: ignore[var-annotated]
-
-    def ask(self, source: int, views: Any, first: Any) -> list[int]:
-        self.firsts.append([*first])
-        return self.asks[source]
-
-    def record_cost(self, source: int, levels: int, ms: float) -> None:
-        assert ms > 0
-        self.heard.append((source, levels))
-
-    def first(self, source: int, view: Any, log_scores: Any) -> float:
-        return min(1.0, 0.25 * len([*log_scores]))
-
-    def level_chance(self, source: int, count: int) -> float:
-        return 0.0
-
-    def select(self, views: Any, tree: Any) -> Any:
-        raise AssertionError("the round's affair")
-
-
-# -- what a user may say
-
-
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
@@ -75,42 +40,6 @@ class Rule:
 def test_parts_that_are_none_are_refused(parts: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         HybridConfig(parts=parts)
-
-
-# -- what it proposes
-
-
-def test_the_rule_says_who_is_asked_and_hears_what_it_took() -> None:
-    drafter = bound(hybrid())
-    views = [view(REPEATED, 1), view([*range(40)], 2)]
-    rule = Rule([[0, 1], [1]])
-    request = want(views)
-    request.rule = rule
-    tree = drafter.propose(request)
-    assert {*tree.sources[0][1 : tree.counts[0]]} == {SUFFIX}
-    assert {*tree.sources[1][1 : tree.counts[1]]} == {DRAFT}
-    assert rule.firsts == [[0.0, 0.0], [0.25, 0.0]]  # the look-up found a first token for one of them
-    assert rule.heard[0] == (0, 6) and rule.heard[1][0] == 1
-    rule.asks = [[], []]
-    rule.heard.clear()
-    assert drafter.propose(request).counts == [1, 1] and not rule.heard
-
-
-def test_streams_ride_where_they_are_asked_for() -> None:
-    """Before the first ask, which comes behind a prompt, they always do; a fixed budget always asks."""
-    drafter, sequence, other = hybrid_with_streams(), view(REPEATED), view(REPEATED, key=1)
-    (part,) = [part for part in drafter.parts if part.spec.in_pass]
-    drafter.bind(tiny_decoder().info("tiny"), 4, 2000, torch.device("cpu"))
-    assert part.stream_set(sequence) is not None
-    both = want([sequence, other], 9)
-    both.rule = Rule([[0, 1], [1]])  # type: ignore[assignment]
-    drafter.propose(both)
-    assert part.stream_set(sequence) is None
-    assert part.stream_set(other) is not None
-    drafter.release([sequence.key])
-    assert part.stream_set(sequence) is not None
-    drafter.propose(want([sequence], 9))
-    assert part.stream_set(sequence) is not None
 
 
 def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:

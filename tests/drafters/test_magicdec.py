@@ -157,9 +157,6 @@ def test_the_targets_k_v_is_left_alone() -> None:
     stage.drafter.release([0, 1, 99])
 
 
-# -- compiled
-
-
 @pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 @pytest.mark.parametrize("block_size", [16, 4], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("proposes", ["point", "coupled"])

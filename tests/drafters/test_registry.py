@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.errors import ConfigError
 from paceline.draft import registry
 from paceline.draft.ngram import NgramConfig
 from paceline.draft.registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
@@ -69,26 +69,17 @@ def row(name: str):
     ("spec", "words"),
     [
         ("sufix", ["no such drafter", "did you mean 'suffix'", "ngram", "draft_model"]),
-        ("", ["no drafter's name"]),
         (3, ["neither a name nor a config object"]),
-        (NgramConfig, ["neither a name nor a config object"]),
         ("ngram,dept=3", ["no option 'dept'", "did you mean 'depth'", "max_ngram"]),
-        ("ngram,depth", ["'depth' is not option=value"]),
         ("ngram,", ["is not option=value"]),
-        ("ngram,depth=x", ["depth takes integer, not 'x'"]),
         ("ngram,depth=0", ["depth must be 1 or more"]),
-        ("ngram,depth=1,depth=2", ["given twice"]),
         ("ngram:model", ["no model of its own"]),
         ("ngram:depth=4", ["options follow a comma. Write 'ngram,depth=4'"]),
         ("eagle:depth=4,width=2", ["Write 'eagle,depth=4,width=2', or within a hybrid 'eagle;depth=4;width=2'"]),
-        ("none,depth=3", ["no option 'depth'"]),
         ("sample", ["needs model", "write sample:model"]),
-        ("sample:", ["no model after the colon"]),
         ("sample:a,model=b", ["model is given twice"]),
         ("sample:a,rate=2", ["rate must be 1 or less"]),
-        ("sample:a,rate=nan", ["rate must be 1 or less"]),
         ("sample:a,eager=perhaps", ["takes true or false"]),
-        ("sample:a,tree=<1,x>", ["tree takes"]),
         ("sample:a,draws=sampled", ["takes point or coupled"]),
     ],
 )
@@ -97,25 +88,6 @@ def test_bad_specs_say_what_to_do(sample, spec, words):
         parse(spec)
     for word in words:
         assert word.lower() in str(caught.value).lower()
-
-
-def test_build_refuses_what_is_no_drafter(sample):
-    with pytest.raises(CapabilityError, match="returned a object, which is no Drafter"):
-        build(SampleConfig(model="m"), DrafterContext(load_model=lambda name, dtype: object()))
-
-
-def test_describe_shows_every_option_as_it_is_written(sample):
-    shown = row("sample")
-    assert (shown.help, shown.origin, shown.error) == ("A drafter for this test.", "registered", None)
-    assert [(o.name, o.type, o.default, o.help) for o in shown.options] == [
-        ("model", "text", "required", "the model"),
-        ("depth", "integer", "4", "how deep"),
-        ("rate", "number", "0.5", "how often"),
-        ("eager", "true or false", "false", "whether at once"),
-        ("tree", "<integer,...> or none", "none", "branching factors"),
-        ("draws", "point or coupled", "coupled", "how"),
-        ("note", "text or none", "none", "a remark"),
-    ]
 
 
 def test_names_are_taken_once(sample):
@@ -151,9 +123,7 @@ def test_entry_points_are_found(installed):
     ("lines", "code", "words"),
     [
         ("bad = thirdparty_drafters:Config", "import no_such_module_anywhere", "no_such_module_anywhere"),
-        ("bad = thirdparty_drafters:Config", "", "does not load"),
         ("bad = thirdparty_drafters:Config", "Config = 3", "not a subclass of DrafterConfig"),
-        ("bad = thirdparty_drafters:Config", "raise KeyError('oops')", "oops"),
     ],
 )
 def test_a_broken_entry_point_matters_only_when_asked_for(installed, lines, code, words):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.draft import registry
-from paceline.draft.base import Drafter, DrafterSpec, LevelScores, StepFeatures
+from paceline.draft.base import LevelScores, StepFeatures
 from paceline.draft.levels import best_levels, cut, product_trees
-from paceline.draft.registry import DrafterConfig, option
 from paceline.draft.resampling import AGAIN, FRESH
 
 LEVELS, K = 3, 4
@@ -37,9 +35,6 @@ RULES: dict[str, dict[str, Any]] = {
 def draw(seed: int, levels: int = LEVELS) -> Tensor:
     """[levels, VOCAB] logits."""
     return 2 * torch.randn(levels, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-# ---- the parts
 
 
 def by_hand(seen: Sequence, logits: Tensor, coupled: bool, k: int = K) -> Paths:
@@ -77,9 +72,6 @@ def test_product_trees_are_ranked_by_the_rules_and_noise_of_their_places(rules: 
     short = best_levels([(views[0], draw(0))], K + 2, coupled)[0]
     assert paths(product_trees([(views[0], short, 9)], K, coupled)[0]) == found[0]
     assert cut(short, 1) == (short[0][1:], short[1][1:])
-
-
-# ---- in both drafters: after any number of accepted tokens, however levels come
 
 
 def streams_rig(**options: Any) -> tuple[Any, Callable[[Sequence, LevelScores], None]]:
@@ -162,8 +154,6 @@ def test_levels_behind_a_rejection_are_used_once_more(name: str, form: str, rule
     assert both or form == "alone"  # duplicates were merged
 
 
-# ---- in the engine
-
 CONFIG = tiny_config(head_dim=16)
 PROMPTS = [[*range(20, 62)], [*range(30, 41)], [8], [*range(20, 54), 3, 9]]
 PARAMS = [
@@ -210,9 +200,6 @@ def test_levels_in_short_draft_what_logits_do(name: str) -> None:
     assert drafts[0] == drafts[1]
 
 
-# ---- what is refused
-
-
 @pytest.mark.parametrize("spec", ["eagle:folder,resample=top", "draft_model:folder,topk=3,resample=equal"])
 @pytest.mark.parametrize("form", ["{}", "hybrid:suffix+{}"])
 def test_drafters_whose_logits_depend_on_drafted_tokens_refuse_with_the_reason(spec: str, form: str) -> None:
@@ -221,24 +208,3 @@ def test_drafters_whose_logits_depend_on_drafted_tokens_refuse_with_the_reason(s
         registry.build(registry.parse(asked))  # type: ignore[arg-type]
     with pytest.raises(CapabilityError, match="Leave extra out, or draft with lyanna, medusa or streams"):
         registry.parse(f"{spec.partition(',')[0]},extra=3")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuestConfig(DrafterConfig):
-    """Of another package, which is mistaken about itself."""
-
-    kind: ClassVar[str] = "guest"
-    resample: str = option("off", help="")
-    level_logits: bool = option(False, help="")
-
-    def build(self, context: Any) -> Any:
-        guest = Drafter()
-        guest.spec = DrafterSpec(name="guest", level_logits=self.level_logits)
-        return guest
-
-
-def test_a_drafter_that_says_it_cannot_is_not_asked_to() -> None:
-    with pytest.raises(CapabilityError, match="no level_logits"):
-        registry.build(GuestConfig(resample="top"))
-    for config in (GuestConfig(), GuestConfig(resample="top", level_logits=True)):
-        assert registry.build(config).spec.name == "guest"

@@ -16,10 +16,9 @@ from kit.token_info import eager
 from kits.draft import paths_of, text, view, want
 from kits.native import needs_kernels
 from kits.state import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
-from kits.tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
+from kits.tiny import VOCAB, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.draft.base import StepFeatures
 from paceline.draft.eagle.drafter import EagleConfig, EagleDrafter
@@ -27,9 +26,6 @@ from paceline.draft.eagle.eagle3 import AUX, _shapes
 from paceline.draft.eagle.model import EagleModel, load_head
 from paceline.draft.registry import DrafterContext
 from paceline.draft.states.head import layer_json
-from paceline.engine.auto import AutoBudget
-from paceline.engine.chances import Chances
-from paceline.engine.costs import CostTable
 from paceline.model.decoder import Decoder
 from paceline.model.rope import RopeConfig, RopeTable
 from paceline.papers.lyanna.drafter import LyannaConfig
@@ -113,11 +109,7 @@ def info_table(stage: Stage) -> torch.Tensor:
     return eager(info, stage.decoder.embedding.data).detach()
 
 
-MODELS = {
-    "whole": {},
-    "no first token": {"first_token": False},
-    "no token-info": {"rank": 0},
-}
+MODELS = {"whole": {}, "no first token": {"first_token": False}, "no token-info": {"rank": 0}}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -216,18 +208,12 @@ def test_eagles_trees_are_expanded_and_ranked_by_the_paper(topk: int, depth: int
     assert stage.drafter.body.pool.idle
 
 
-# ---- how weights are stored
-
-
 def test_weights_that_no_kernel_multiplies_are_refused(tmp_path: Path):
     for storage in ("int8", "q4_0"):
         with pytest.raises(CapabilityError):
             Stage(eagle(storage=storage))  # beside float64
     with pytest.raises(CapabilityError, match="plain weights alone"):
         Stage(eagle3(write_eagle3(tmp_path / "head"), storage="int8"))
-
-
-# ---- EAGLE-3
 
 
 SMALL = torch.tensor([i for i in range(VOCAB) if i % 5 != 2])  # the draft's tokens
@@ -349,28 +335,6 @@ def test_k_v_begins_where_states_do(make: Any) -> None:
     assert len(paths_of(stage.drafter.propose(want([v])))) > 0
 
 
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=0.7, seed=4, max_tokens=20, ignore_eos=True, frequency_penalty=0.5),
-]
-JOBS = [(text(n, n), PARAMS[i % 3]) for i, n in enumerate((5, 33, 21, 48, 33))]
-
-
-def test_an_automatic_budget_asks_lyanna_once_and_learns_of_both_kinds_of_nodes() -> None:
-    drafter = lyanna(nodes=6, extra=12)
-    engine = assemble(drafter, decoder=tiny_decoder(dtype=torch.float64))
-    table = CostTable(chain=((1, 5.0), (64, 5.1)), plain=((1, 5.0), (8, 5.5)))  # rows cost next to nothing
-    budget = engine.budget = engine.scheduler.budget = AutoBudget.of(drafter.spec, table)
-    assert budget.sources == ("lyanna",) and len(budget.draft_costs) == 1
-    plain = [o.outputs[0].token_ids for o in run(assemble(decoder=tiny_decoder(dtype=torch.float64)), JOBS)]
-    outs = run(engine, JOBS)
-    assert [o.outputs[0].token_ids for o in outs] == plain
-    assert sum(o.stats.accepted for o in outs) > 0
-    assert len(budget._chances) == 2 and budget.describe()["sources"].keys() == {"lyanna"}
-    assert all(chances.by_depth() != Chances().by_depth() for chances in budget._chances)
-
-
 SHAPES: dict[str, Any] = {
     **{
         name: lambda shape=shape: lyanna(model=lyanna_model(**shape), nodes=9, extra=5)
@@ -418,21 +382,6 @@ def test_one_compiled_call_grows_the_same_trees(name: str, dtype: torch.dtype) -
                 grow(own[i], tokens)
         whole.drafter.body.pool.check_integrity()
     assert met > 2 and (1 in marks) == (whole.drafter.spec.name == "lyanna")
-
-
-@needs_kernels
-def test_compiled_layers_draft_what_torchs_do() -> None:
-    found = []
-    for compiled in (False, True):
-        stage = Stage(lyanna(width=3, nodes=9), tiny_decoder(dtype=torch.float32, compiled=compiled))
-        v = view(text(20, 1), key=1)
-        stage.show([v])
-        found.append(paths_of(stage.drafter.propose(want([v]))))
-    assert found[0].keys() == found[1].keys()
-    assert all(found[0][path] == pytest.approx(found[1][path], abs=1e-3) for path in found[0])
-
-
-# ---- what is refused
 
 
 def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:

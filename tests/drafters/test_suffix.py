@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,22 +112,6 @@ def test_shared_memory_stays_within_its_limit_and_keeps_the_newest(outputs, limi
             assert drafts.shared.generations[0].longest_suffix(kept)[1] == min(len(kept), 8)
 
 
-def test_old_outputs_go_by_halves():
-    drafts = drafter(max_tokens=20)
-    for start in range(0, 50, 5):
-        finish(drafts, list(range(start, start + 5)))
-    assert 10 <= drafts.shared.size <= 20
-    assert drafts.draft_one(view([45, 46], 1), 8, 8).tokens == [47, 48, 49]
-    assert drafts.draft_one(view([0, 1], 2), 8, 8).tokens == []
-
-
-def test_no_memory_of_other_requests_where_none_is_wanted():
-    drafts = drafter(max_tokens=0)
-    finish(drafts, [1, 2, 3, 4])
-    assert drafts.shared.size == 0
-    assert len(drafts.draft_one(view([1, 2], 1), 8, 8)) == 0
-
-
 def bound(**options) -> tuple[SuffixDrafter, SuffixDrafter]:
     """A drafter that looks up in compiled code, and one that does not."""
     assert kernels.library() is not None
@@ -166,22 +149,3 @@ def test_compiled_look_ups_are_those_of_the_long_way(moves, numbers, min_prob):
     fast.forget()
     slow.forget()
     assert fast.draft(requested(rows)) == slow.draft(requested(rows))
-
-
-@needs_kernels
-def test_compiled_look_ups_of_a_long_text_of_many_tokens():
-    """Tables grow, states with many followers are told apart."""
-    fast, slow = bound(depth=12, max_tokens=4000)
-    draw = random.Random(5)
-    for key in range(3):
-        grown = view([], key, 1)
-        for _ in range(30):
-            grown.tokens.extend(draw.choice(PHRASES) if draw.random() < 0.7 else [draw.randrange(300)])
-            row = [(grown, 12, 12)]
-            assert fast.draft(requested(row)) == slow.draft(requested(row))
-        assert len(fast.draft(requested([(grown, 12, 12)]))) == 1
-        for each in (fast, slow):
-            each.release([key])
-
-
-PHRASES = [[17, 23, 23, 99, 4], [4, 17, 23, 5, 6, 7, 8, 9], [*range(200, 240)], [3] * 6]

@@ -63,19 +63,10 @@ def consistent(output: RequestOutput) -> None:
         assert stats.ttft_ms is not None and 0 < stats.ttft_ms <= stats.elapsed_ms
 
 
-# -- the same answers, however they are computed
-
-
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize(
     "limits",
-    [
-        {},
-        {"max_batch_rows": 7},
-        {"max_sequences": 2},
-        {"kv_tokens": 112},
-        {"kv_tokens": 96, "block_size": 4, "max_batch_rows": 11},
-    ],
+    [{}, {"max_sequences": 2, "max_batch_rows": 7}, {"kv_tokens": 96, "block_size": 4, "max_batch_rows": 11}],
     ids=lambda limits: "-".join(f"{k}={v}" for k, v in limits.items()) or "free",
 )
 @pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
@@ -108,9 +99,6 @@ def test_requests_that_come_later_join_the_batch(target: Decoder):
     while engine.busy:
         done.update({live.id: engine.output(live) for live in engine.step() if live.finished})
     assert ids([done[i] for i in order]) == plain(target, jobs)
-
-
-# -- ending early, and bad requests
 
 
 def test_abort_in_flight_disturbs_nobody(target: Decoder):
@@ -185,9 +173,6 @@ def test_a_request_that_can_never_fit_the_pool_is_refused(target: Decoder):
     assert len(output.outputs[0].token_ids) == 24
 
 
-# -- guests that misbehave
-
-
 class Guest(Drafter):
     """A drafter that proposes ``propose_tree`` and otherwise keeps to the contract."""
 
@@ -237,19 +222,9 @@ class WrongRoot(Guest):
         return replace(tree, tokens=[[(token + 1) % VOCAB for token in row] for row in tree.tokens])
 
 
-class WrongBatch(Guest):
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        return TokenTree.roots([*want.roots(), 3])
-
-
 class OutsideVocabulary(Guest):
     def propose_tree(self, want: DraftRequest) -> TokenTree:
         return chain(want, 2, token=VOCAB)
-
-
-class NegativeToken(Guest):
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        return chain(want, 2, token=-1)
 
 
 class ParentsInTheFuture(Guest):
@@ -298,9 +273,7 @@ FAILING = {
     Raises: "RuntimeError: lost my way",
     Nothing: "AttributeError",
     WrongRoot: "root is not its sequence's last token",
-    WrongBatch: "trees proposed for",
     OutsideVocabulary: "outside the vocabulary",
-    NegativeToken: "outside the vocabulary",
     ParentsInTheFuture: "no earlier one",
     ShortCounts: "columns of lengths",
     RaisesInObserve: "KeyError: 'observe'",
@@ -328,52 +301,6 @@ def test_a_drafter_that_fails_costs_no_request(target: Decoder, kind: type[Guest
     assert guest.proposals == calls  # type: ignore[attr-defined]  # it is not asked again
 
 
-class OverBudget(Guest):
-    """Ten children of the root and a chain of ten, with a budget of four."""
-
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        parents = [[*[0] * 10, 1, *range(11, 20)]] * len(want.budgets)
-        return TokenTree.from_parents(want.roots(), parents, [[*range(40, 50), *[50] * 10]] * len(want.budgets))
-
-
-class TooDeep(Guest):
-    """Deeper than max_tokens can use: its tail would run past the context."""
-
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        return chain(want, 100)
-
-
-class Duplicates(Guest):
-    """The same token as several children of one parent."""
-
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        tokens = [[(s.tokens[-1] + i // 2) % VOCAB for i in range(4)] for s in want.sequences]
-        return TokenTree.from_parents(want.roots(), [[0, 0, 1, 1]] * len(want.budgets), tokens)
-
-
-class Unequal(Guest):
-    """Some sequences get nothing, others a branching tree."""
-
-    def propose_tree(self, want: DraftRequest) -> TokenTree:
-        some = [s.key % 2 == 0 for s in want.sequences]
-        parents = [[0, 0, 1] if yes else [] for yes in some]
-        return TokenTree.from_parents(want.roots(), parents, [[50, 60, 70][: len(row)] for row in parents])
-
-
-@pytest.mark.parametrize("kind", [OverBudget, TooDeep, Duplicates, Unequal], ids=lambda kind: kind.__name__)
-def test_odd_drafts_are_cut_to_size(target: Decoder, kind: type[Guest]):
-    guest = kind(default_budget=4)
-    jobs = [(prompt, params) for prompt in prompts(3) for params in (GREEDY, WARM)]
-    engine = assemble(guest, decoder=target, kv_tokens=240)
-    outputs = run(engine, jobs)
-    assert getattr(engine.round, "failure", None) is None
-    assert ids(outputs) == plain(target, jobs)
-    for output in outputs:
-        consistent(output)
-        assert output.stats.drafted <= 4 * output.stats.passes
-    assert any(output.stats.drafted for output in outputs)
-
-
 def test_every_sequence_is_released_when_it_ends_or_is_preempted(target: Decoder):
     guest = Guest()
     engine = assemble(guest, decoder=target, kv_tokens=160)
@@ -381,14 +308,3 @@ def test_every_sequence_is_released_when_it_ends_or_is_preempted(target: Decoder
     preempted = sum(output.stats.preemptions for output in outputs)
     assert preempted > 0
     assert len(guest.released) == 6 + preempted and len(set(guest.released)) == 6
-
-
-def test_a_drafter_that_does_not_observe_is_not_asked_to(target: Decoder):
-    failures = []
-    for observes in (False, True):
-        guest = RaisesInObserve(observes=observes)
-        engine = assemble(guest, decoder=target)
-        run(engine, [([5, 6, 7], GREEDY)])
-        assert guest.proposals > 1
-        failures.append(getattr(engine.round, "failure", None))
-    assert failures[0] is None and "KeyError" in str(failures[1])

@@ -95,9 +95,6 @@ def check_alone(
             assert reference.text.startswith(sample.text)
 
 
-# -- faults of one sequence's own rules
-
-
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_sampling_rule_that_fails_ends_its_own_request(target: Decoder, name: str, after: int):
@@ -186,8 +183,6 @@ def test_log_probabilities_that_fail_end_their_own_request(target: Decoder, aske
     engine.live[order[BAD]].sequences[0].token_text = fail
     check_alone(finish(engine, order), plain(target, jobs), "log-probabilities")
 
-
-# -- calls that end in their middle
 
 FOLDER = str(Path(paceline.__file__).parent)
 
@@ -291,29 +286,6 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_answer(target: Decoder, name
         assert ids(again) == ids(expected), tracer.where
 
 
-def test_an_interrupt_anywhere_in_an_abort_leaves_a_usable_engine(target: Decoder):
-    jobs = [(ids, WARM) for ids in prompts(3)]
-    expected = plain(target, jobs)
-    whole = None
-    lines: list[int | None] = [None]
-    while lines:
-        line = lines.pop()
-        engine = engine_of("ngram", target)
-        order = [engine.submit(*job) for job in jobs]
-        for _ in range(4):
-            engine.step()
-        with interrupted(line) as tracer:
-            engine.abort(order[1])
-        if whole is None:
-            whole = tracer.seen
-            lines = [*range(1, whole, 5)]
-        engine.abort(order[1])
-        assert order[1] not in engine.live
-        outputs = finish(engine, [order[0], order[2]])
-        assert ids(outputs) == ids([expected[0], expected[2]]), tracer.where
-    assert whole is not None and whole > 30
-
-
 def test_an_engine_is_usable_after_its_target_failed(target: Decoder, monkeypatch: pytest.MonkeyPatch):
     jobs = [(ids, WARM) for ids in prompts()]
     expected = plain(target, jobs)
@@ -348,76 +320,16 @@ def test_a_request_that_ended_in_the_failed_step_is_still_reported(target: Decod
     assert ids(finish(engine, order)) == ids(expected)
 
 
-def test_an_id_may_be_given_again_after_an_interrupt(target: Decoder, monkeypatch: pytest.MonkeyPatch):
-    job = (prompts()[0], WARM)
-    (whole,) = plain(target, [job])
-    engine = assemble(decoder=target)
-    engine.submit(*job, request_id="a")
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.round, "step", lambda works, rule: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    engine.submit(*job, request_id="b")
-    engine.abort("a")
-    engine.submit(*job, request_id="a")
-    assert ids(finish(engine, ["b", "a"])) == ids([whole, whole])
-
-
-def test_a_request_that_nobody_heard_of_is_dropped(target: Decoder, monkeypatch: pytest.MonkeyPatch):
-    engine = assemble(decoder=target)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "add", lambda sequence: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            engine.submit(prompts()[0], WARM)
-    engine.step()
-    assert not engine.busy and not engine.scheduler.waiting
-
-
-def test_a_draft_that_was_interrupted_holds_nothing(target: Decoder, monkeypatch: pytest.MonkeyPatch):
-    drafter = draft_model(noise=0.3, depth=3)
-    engine = assemble(drafter, decoder=target)
-    order = [engine.submit(prompt, WARM) for prompt in prompts()]
-    engine.step()
-    pool = drafter.model.pool
-    allocate = pool.allocator.allocate
-    with monkeypatch.context() as patch:
-
-        def interrupted(*args: Any) -> int:
-            allocate(*args)  # taken, and nobody knows of it
-            raise KeyboardInterrupt
-
-        patch.setattr(pool.allocator, "allocate", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                engine.step()
-    finish(engine, order)
-    pool.check_idle()
-    pool.check_integrity()
-
-
-# -- requests that must be refused before they can do harm
-
-
 @pytest.mark.parametrize(
     "bad",
     [
         {"temperature": 10**300},
-        {"temperature": 10**400},
         {"temperature": 1e39},
-        {"temperature": 2e6},
         {"min_tokens": 2**64, "max_tokens": None},
-        {"max_tokens": 2**64},
-        {"top_k": 2**70},
         {"repetition_penalty": 10**300},
-        {"repetition_penalty": 1e-46},
-        {"repetition_penalty": 1e7},
         {"logit_bias": {5: 1e39}},
-        {"logit_bias": {5: -(10**400)}},
         {"logit_bias": {2**70: 1.0}},
-        {"n": 10**9},
         {"n": 1025},
-        {"logprobs": 2**70},
         {"min_tokens": 10**5000, "max_tokens": None},
         {"stop_token_ids": [10**5000]},
     ],

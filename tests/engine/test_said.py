@@ -101,14 +101,6 @@ def test_a_drawn_seed_is_known_and_goes_on():
     assert finish(second, second.live[again]).outputs[0].token_ids == whole.token_ids
 
 
-def test_a_fault_behind_what_was_said_changes_nothing():
-    runner = engine(drafting=True)
-    live = runner.live[runner.submit(PROMPT, GREEDY, said=[WHOLE["greedy"].outputs[0].token_ids[:4]])]
-    runner.step()
-    runner._torn = True  # as after Ctrl-C
-    assert finish(runner, live).outputs[0].token_ids == WHOLE["greedy"].outputs[0].token_ids
-
-
 @pytest.mark.parametrize(
     ("said", "params", "word"),
     [

@@ -110,24 +110,6 @@ def test_a_newcomer_waits_until_running_sequences_have_a_block_each_to_grow():
     assert rows(bench.step(), b, c) == [12, 1]
 
 
-@pytest.mark.parametrize("blocks", [13, 60])
-def test_the_cost_of_a_sequence_is_what_it_takes(blocks: int):
-    """Sharing cached blocks, sharing held ones, copying, and starting from nothing."""
-    prompt = [*range(17)]
-    for held in (True, False):
-        for tokens, reuse in ((prompt + [5] * 9, None), (prompt + [5] * 9, 0), (prompt, 9), ([9] * 11, None)):
-            bench = Bench(blocks=blocks)
-            bench.add(prompt, max_tokens=9 if held else 1)
-            bench.step()
-            before = bench.pool.allocator.num_free
-            rows, cost = bench.pool.cost(tokens, 7, reuse)
-            assert bench.pool.allocator.num_free == before
-            cache = bench.pool.open(tokens, reuse)
-            assert rows == min(7, len(tokens) - cache.committed)
-            cache.reserve(rows)
-            assert before - bench.pool.allocator.num_free == cost
-
-
 def test_the_youngest_is_preempted_first_and_comes_back_first():
     bench = Bench(blocks=8)
     a, b, c = (bench.add(7, max_tokens=12)[0] for _ in range(3))
@@ -152,83 +134,10 @@ def test_the_youngest_is_preempted_first_and_comes_back_first():
     bench.pool.check_idle()
 
 
-def test_nothing_is_admitted_in_a_step_that_preempts():
-    bench = Bench(blocks=5)
-    (a,) = bench.add(8, max_tokens=10)
-    (b,) = bench.add(7, max_tokens=10)
-    (c,) = bench.add(1, max_tokens=2)
-    bench.step()
-    seen = False
-    for _ in range(40):
-        works = bench.step()
-        if bench.scheduler.preempted:
-            seen = True
-            assert rows(works, c) == [0] or c in bench.scheduler.running
-            assert not any(w.sequence.stats.passes == 0 for w in works)
-    assert seen and all(s.finished for s in (a, b, c))
-
-
-def test_blocks_behind_idle_drafts_are_taken_back_before_anyone_is_preempted():
-    bench = Bench(blocks=6, budget=8)
-    a, b = (bench.add(3, max_tokens=5)[0] for _ in range(2))
-    bench.step()
-    assert [w.budget for w in bench.step()] == [8, 8]  # two and a half blocks each
-    bench.scheduler.budget = FixedBudget(size=0)
-    (c,) = bench.add(8, max_tokens=1)
-    for _ in range(8):
-        bench.step()
-    assert all(s.finished and not s.stats.preemptions for s in (a, b, c))
-
-
-def test_drafts_take_what_is_left_and_never_preempt():
-    bench = Bench(blocks=4, budget=6)
-    a, b = (bench.add(4, max_tokens=4)[0] for _ in range(2))
-    bench.step()
-    budgets = [w.budget for w in bench.step()]
-    assert budgets == [3, 3]  # one block each is left: its first slot is the root's
-    assert not bench.scheduler.preempted and a.cache and b.cache
-
-
-def test_drafts_fit_into_the_rows_of_a_step():
-    bench = Bench(budget=6, max_batch_rows=10)
-    a, b = (bench.add(2)[0] for _ in range(2))
-    bench.step()
-    assert [(w.rows, w.budget) for w in bench.step()] == [(1, 6), (1, 2)]
-    (c,) = bench.add(9)
-    works = bench.step()
-    assert rows(works, a, b, c) == [1, 1, 8] and sum(w.budget for w in works) == 0
-    assert rows(bench.step(), c) == [1]
-
-
-def test_no_draft_is_deeper_than_max_tokens_can_use():
-    bench = Bench(budget=6)
-    (a,) = bench.add(2, max_tokens=9)
-    bench.step()
-    depths = []
-    for _ in range(3):
-        (work,) = bench.step(accepted=2)
-        depths.append((work.max_depth, work.budget > 0))
-    assert a.finished and depths == [(7, True), (4, True), (1, True)]
-    (b,) = bench.add(2, max_tokens=2)
-    bench.step()
-    (work,) = bench.step()
-    assert work.max_depth == 0 and work.budget == 0 and b.finished
-
-
 def test_samples_that_report_the_prompt_compute_it_themselves():
     bench = Bench()
     samples = bench.add(list(range(1, 31)), n=2, prompt_logprobs=1)
     assert rows(bench.step(), *samples) == [30, 30]
-
-
-def test_removed_sequences_leave_the_queue_and_the_pool():
-    bench = Bench(max_sequences=1)
-    (a,), (b,), (c,) = bench.add(5), bench.add(5), bench.add(5)
-    bench.step()
-    bench.scheduler.remove([a, b])
-    assert a.cache is None and not bench.scheduler.running and list(bench.scheduler.waiting) == [c]
-    bench.pool.check_idle()
-    assert rows(bench.step(), c) == [5]
 
 
 def random_load(seed: int) -> list[Sequence]:

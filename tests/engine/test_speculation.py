@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from kits.tiny import VOCAB, assemble, draft_model, hybrid, run, tiny_decoder
+from kits.tiny import VOCAB, assemble, draft_model, hybrid, ids, run, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.outputs import RequestOutput
@@ -31,10 +31,6 @@ def answers(engine: Engine, wishes: list[Speculation | None], params: SamplingPa
         engine.pool.check_integrity()
     assert engine.round.failure is None
     return [engine.output(live) for live in lives]
-
-
-def ids(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 OFF, FEW = Speculation(enabled=False), Speculation(max_nodes=2)
@@ -82,9 +78,6 @@ def test_what_is_not_there_is_refused():
     assert not engine.busy
 
 
-# -- counters
-
-
 def test_a_snapshot_counts_what_ended_and_what_runs():
     engine = assemble(hybrid(), decoder=TARGET, max_sequences=3)
     empty = engine.snapshot()
@@ -110,9 +103,6 @@ def test_a_snapshot_counts_what_ended_and_what_runs():
     said = json.loads(json.dumps(last.as_dict()))
     assert said["stats"]["depth_accepted"] == last.stats.depth_accepted
     assert json.loads(json.dumps(engine.describe_speculation()))["sources"] == ["suffix", "draft_model"]
-
-
-# -- a long prompt beside others
 
 
 @pytest.mark.parametrize("rows", [1, 7, "auto"])

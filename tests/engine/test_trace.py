@@ -63,16 +63,3 @@ def test_a_trace_says_all_of_an_output(name: str) -> None:
             accepted[source] = accepted.get(source, 0) + 1
     counted = {name: part.accepted for name, part in sequence.stats.sources.items() if part.accepted}
     assert accepted == counted and (name == "plain") == (not counted)
-
-
-def test_a_trace_goes_on_behind_an_interrupted_step() -> None:
-    engine = assemble(decoder=TARGET, drafter=NgramConfig())
-    live = engine.live[engine.submit(PROMPT, PARAMS, speculation=Speculation(trace=True))]
-    for _ in range(4):
-        engine.step()
-    engine._begin()  # a call that does not end: the next one mends
-    finish(engine)
-    trace = live.sequences[0].trace
-    assert trace is not None
-    origins = [origin for step in trace for origin in step.origins()]
-    assert len(origins) == len(live.sequences[0].output_ids) == 24

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from paceline import LLM, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 PROMPT = "def read_lines(path):\n"
 PLACES = {
-    "in this round": {"drafter": "suffix", "budget": 8},
     "in a part of a hybrid": {"drafter": "hybrid:suffix+ngram", "budget": 8},
-    "in sessions": {"drafter": "suffix,depth=6", "round": "mirror,kappa=2"},
-    "in sessions of look-ups": {"drafter": "hybrid:suffix;depth=6+ngram;depth=6", "round": "mirror,kappa=2"},
     "in sessions beside a model": {
         "drafter": "hybrid:suffix;depth=6+draft_model:paceline-small-draft;depth=6",
         "round": "mirror,kappa=2",
@@ -54,11 +48,3 @@ def test_k_v_of_a_prompt_is_computed_anew() -> None:
         cache.release()
         llm.generate({"prompt_token_ids": list(range(20, 120))}, GREEDY)
     assert computed[0] == computed[2] == 0 < computed[1]
-
-
-# -- who times requests
-
-# `lend` of the SPIRe study forgets, and puts the K/V of prompts there that it computed; `begin` of the bench's runner
-# is one of the two.
-TIMED = [*ROOT.glob("src/paceline/bench/**/*.py"), *ROOT.glob("src/paceline/cli/*.py"), *ROOT.glob("tools/*.py")]
-TIMED += [*ROOT.glob("studies/**/*.py"), *ROOT.glob("examples/*.py")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kits.tiny import ids
 
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams
 from paceline.weights.source import resolve_folder
@@ -50,13 +50,6 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             engine.pool.check_integrity()
 
 
-def ids(outputs: list[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-# -- generate
-
-
 def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM):
     token_ids = llm.tokenizer.encode(PROMPT)
     outputs = llm.generate([PROMPT, {"prompt": PROMPT}, {"prompt_token_ids": token_ids}], GREEDY)
@@ -83,26 +76,8 @@ def test_parameters_are_one_for_all_or_one_a_prompt(llm: LLM):
         llm.generate(PROMPT, [GREEDY, GREEDY])
 
 
-def test_samples_with_a_seed_come_again(llm: LLM):
-    params = replace(WARM, n=3)
-    (first,), (again,) = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
-    texts = [sample.text for sample in first.outputs]
-    assert len(set(texts)) == 3 and texts == [sample.text for sample in again.outputs]
-    assert [sample.index for sample in first.outputs] == [0, 1, 2]
-    assert {sample.seed for sample in first.outputs} == {11}
-
-
-def test_echo_puts_the_prompt_in_front(llm: LLM):
-    (plain,), (echoed,) = llm.generate(PROMPT, GREEDY), llm.generate(PROMPT, replace(GREEDY, echo=True))
-    assert echoed.outputs[0].text == PROMPT + plain.outputs[0].text
-    assert "".join(chunk.text for chunk in llm.stream(PROMPT, replace(GREEDY, echo=True))) == echoed.outputs[0].text
-
-
-# -- streams
-
-
-@pytest.mark.parametrize("params", [GREEDY, WARM, replace(WARM, n=2)], ids=["greedy", "warm", "n=2"])
-def test_a_stream_is_the_answer_in_pieces(llm: LLM, params: SamplingParams):
+def test_a_stream_is_the_answer_in_pieces(llm: LLM):
+    params = replace(WARM, n=2)
     (whole,) = llm.generate(PROMPT, params)
     chunks = list(llm.stream(PROMPT, params))
     assert len(chunks) > params.n
@@ -153,9 +128,6 @@ def test_stop_strings_cut_the_text_and_are_held_back(llm: LLM):
     assert kept.outputs[0].text == text[: text.index(stop) + len(stop)]
 
 
-# -- chat
-
-
 def test_chat_follows_the_template(llm: LLM):
     messages = [{"role": "user", "content": "Tell me a story."}]
     (output,) = llm.chat(messages, GREEDY)
@@ -165,17 +137,6 @@ def test_chat_follows_the_template(llm: LLM):
     assert output.prompt_token_ids.count(llm.tokenizer.bos_token_id) == 1
     chunks = list(llm.chat(messages, GREEDY, stream=True))
     assert "".join(chunk.text for chunk in chunks) == output.outputs[0].text
-
-
-@pytest.mark.parametrize(
-    "messages", [[], ["hello"], [{"role": "user"}], [{"content": "x"}], [{"role": "u", "content": 3}]]
-)
-def test_chat_refuses_what_is_no_conversation(llm: LLM, messages: Any):
-    with pytest.raises(ConfigError, match="chat"):
-        llm.chat(messages, GREEDY)
-
-
-# -- log-probabilities
 
 
 @pytest.fixture(scope="module")
@@ -205,29 +166,14 @@ def test_logprobs_are_those_of_transformers(wide: LLM, peer: Any):
     assert sample.cumulative_logprob == pytest.approx(total)
 
 
-def test_logprobs_are_the_same_under_drafts(llm: LLM):
-    params = replace(WARM, temperature=0.7, logprobs=2, prompt_logprobs=0, logprobs_mode="processed", top_k=5)
-    plain = LLM(MODEL, exact=True, max_batch_rows=5, **SMALL)
-    (fast,), (slow,) = llm.generate(PROMPT, params), plain.generate(PROMPT, params)
-    assert fast.outputs[0].logprobs == slow.outputs[0].logprobs
-    assert fast.prompt_logprobs == slow.prompt_logprobs and fast.stats.accepted > 0
-    assert all(sum(math.exp(e.logprob) for e in row.values()) <= 1.001 for row in fast.outputs[0].logprobs or ())
-
-
-# -- refusals
-
-
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ("word " * 400, "prompt and output together have room for 256"),
-        ({"prompt_token_ids": []}, "an empty prompt"),
-        ({"prompt_token_ids": [3, "a"]}, "token ids are integers"),
         ({"prompt_token_ids": [8192]}, "prompt token id 8192"),
-        (7, "a prompt of type int"),
         ({"text": "x"}, "a prompt of type dict"),
     ],
-    ids=["long", "no ids", "text id", "big id", "number", "wrong key"],
+    ids=["long", "big id", "wrong key"],
 )
 def test_one_bad_prompt_and_nothing_is_begun(llm: LLM, prompt: Any, message: str):
     with pytest.raises(ConfigError, match=message):
@@ -267,9 +213,6 @@ def test_a_draft_with_another_tokenizer_is_refused_by_piece(tmp_path: Path):
     for name in names:
         assert repr(name) in text
     assert "id 300" in text and "id 301" in text
-
-
-# -- AsyncLLM
 
 
 @pytest.fixture(scope="module")
@@ -376,9 +319,6 @@ class TestMemory:
         assert LLM("paceline-small", max_model_len=64, max_sequences=2).engine.pool.num_tokens >= 65
 
 
-# -- what is asked for
-
-
 def test_echo_of_ids_is_their_text(llm: LLM):
     prompt = llm.tokenizer.encode(PROMPT)
     (plain,) = llm.generate({"prompt_token_ids": prompt}, GREEDY)
@@ -402,17 +342,6 @@ def test_log_probabilities_carry_the_text_of_their_tokens(llm: LLM):
     assert "".join(pieces) == PROMPT
     chunks = [*llm.stream(PROMPT, replace(GREEDY, logprobs=3))]
     assert [row for chunk in chunks for row in chunk.logprobs or ()] == sample.logprobs
-
-
-def test_the_end_of_a_prompt_is_no_part_of_its_answer(llm: LLM):
-    whole = llm.tokenizer.encode("Look: 🙂")
-    prompt = {"prompt_token_ids": whole[:-1]}
-    assert llm.tokenizer.decode(whole[:-1]).endswith("\ufffd")
-    (output,) = llm.generate(prompt, replace(GREEDY, stop=["Look", ": \ufffd", "ook:"]))
-    assert output.outputs[0].finish_reason == "length"  # the stop strings stand in the prompt alone
-    assert "Look" not in output.outputs[0].text
-    free = llm.tokenizer.decode([*whole[:-1], *output.outputs[0].token_ids])
-    assert free.endswith(output.outputs[0].text)
 
 
 def test_a_stream_copies_nothing_that_it_has_sent(llm: LLM, monkeypatch: pytest.MonkeyPatch):

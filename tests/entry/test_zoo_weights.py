@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,28 +99,6 @@ def test_where_the_zoo_has_none_the_error_says_what_fits(text: str) -> None:
     )
     with pytest.raises(ConfigError, match="the zoo has no exits"):
         LLM(DRAFT, drafter="ngram", round="mirror,heads=zoo")
-
-
-@pytest.fixture
-def my_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
-
-    def add(name: str, **facts: Any) -> None:
-        (tmp_path / name).mkdir()
-        card = {"role": "head", "description": "x", "parameters": 1, **facts}
-        (tmp_path / name / zoo.CARD).write_text(json.dumps(card), encoding="utf-8")
-
-    return add
-
-
-def test_of_several_it_is_the_first_by_name_and_one_s_own_before_all_others(my_zoo: Callable[..., None]) -> None:
-    my_zoo("zz-lyanna", target=MODEL, read_by="lyanna")
-    assert zoo.weights("lyanna", MODEL) == "zz-lyanna"
-    my_zoo("yy-lyanna", target=MODEL, read_by="lyanna")
-    my_zoo("aa-lyanna", target=DRAFT, read_by="lyanna")  # for another model
-    my_zoo("bb-something", target=MODEL)  # nobody's unless it is named
-    assert zoo.weights("lyanna", MODEL) == "yy-lyanna" and zoo.weights("lyanna", DRAFT) == "aa-lyanna"
-    assert zoo.readable("lyanna") == {MODEL: "yy-lyanna", DRAFT: "aa-lyanna"}
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,6 @@ def _application(shared: bool, draw: random.Random) -> str | None:
     return draw.choice([*ADAPTERS, SHARED]) if shared else draw.choice(ADAPTERS)
 
 
-# -- prompts
-
-
 def _prompt(world: World, number: int, draw: random.Random) -> list[int]:
     """Any ids at all, special ones too; some share a beginning, repeat themselves, or nearly fill the context."""
     size = draw.choice([1, 2, 3, draw.randint(4, 20), draw.randint(4, 20), draw.randint(20, 60), draw.randint(60, 120)])
@@ -128,9 +125,6 @@ def _torn_bytes(size: int, draw: random.Random) -> list[int]:
         if draw.random() < 0.3:
             ids.append(len(SPECIAL) + 256 + draw.randrange(len(PIECES)))
     return ids[:size]
-
-
-# -- parameters
 
 
 def _options(world: World, prompt_len: int, draw: random.Random) -> dict[str, Any]:
@@ -189,9 +183,6 @@ def _bias(world: World, draw: random.Random) -> dict[int, float]:
     return {draw.randrange(vocab): draw.choice(values) for _ in range(draw.choice([1, 3, 10]))}
 
 
-# -- stop rules that are met
-
-
 def _with_stops(ask: Ask, answered: Answered, draw: random.Random) -> Ask:
     """Stop strings and ids out of the answer that the request has without them."""
     if ask.params.seed is None:
@@ -216,9 +207,6 @@ def _stop_strings(text: str, draw: random.Random) -> Any:
     found += [piece[:-1] + "~" for piece in found if draw.random() < 0.4]
     picked = draw.sample(found, min(len(found), draw.choice([1, 1, 2, 4])))
     return picked[0] if len(picked) == 1 and draw.random() < 0.5 else picked or None
-
-
-# -- what must be refused
 
 
 @dataclass(frozen=True)

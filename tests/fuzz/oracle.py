@@ -57,10 +57,6 @@ class Answer:
     complaints: list[str] = field(default_factory=list)  # of the independent calculation
 
 
-class Wrong(AssertionError):
-    """A plain answer that the independent calculation contradicts."""
-
-
 def alone(ask: Ask) -> Answer:
     """The request by itself: no drafts, no company, no pressure, no prefix to find, its prompt in one pass."""
     engine = _plain_engine(ask)
@@ -115,7 +111,6 @@ def unseeded(ask: Ask, seed: int) -> Answer:
     return answer(replace(ask, params=replace(ask.params, seed=seed)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The independent calculation
 
 
@@ -214,8 +209,6 @@ def _truncate(row: np.ndarray, p: SamplingParams, lean: float) -> np.ndarray:
     return row
 
 
-# -- noise: SplitMix64 written down once more, in unsigned arithmetic
-
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -238,9 +231,6 @@ def keyed_noise(seed: int, index: int, place: int, vocab: int) -> np.ndarray:
     bits = (x & np.uint64(2**63 - 1)) | np.uint64(1)
     uniform = (torch.from_numpy(bits.astype(np.int64)).float() * 2.0**-63).clamp(max=1 - 2**-24)
     return (-(-(-uniform).log1p()).log()).double().numpy()
-
-
-# -- ends and text
 
 
 def _ends(ask: Ask, sample: Sample) -> list[str]:
@@ -344,9 +334,6 @@ def _run_pattern(run: bytes, told: int) -> str:
     if whole.encode() == run:
         return re.escape(whole[told:])
     return f"[\ufffd{re.escape(whole)}]*"
-
-
-# -- log-probabilities
 
 
 def _prompt_logprobs(ask: Ask, found: Answer) -> list[str]:

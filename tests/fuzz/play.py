@@ -147,7 +147,6 @@ def _budget_kind(draw: random.Random) -> str:
     return draw.choice(["own", "own", "1", "3", "9", "40", "table", "auto", "auto", "0"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Budgets
 
 
@@ -182,7 +181,6 @@ def _set_budget(engine: Engine, case: Case) -> None:
     engine.budget = engine.scheduler.budget = budget
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Playing it
 
 
@@ -486,7 +484,6 @@ def _prompt(ask: Ask) -> Any:
     return {"prompt_token_ids": ask.prompt}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What must be equal
 
 

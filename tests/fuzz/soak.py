@@ -76,9 +76,6 @@ class Soak:
     probe: list[int] | None = None  # the ids that the probe must get
 
 
-# -- memory
-
-
 def rss_bytes(others: Sequence[int] = ()) -> int:
     """Resident memory of this process, and of others by their numbers."""
     try:
@@ -122,9 +119,6 @@ def judge_memory(readings: Sequence[Reading], seconds: float) -> tuple[str | Non
     allowed = max(GROWTH_SHARE * base, GROWTH_BYTES)
     said = f"memory grew by {grown / 2**20:.1f} MiB over {base / 2**20:.0f} MiB; {allowed / 2**20:.1f} are allowed"
     return (said if grown > allowed else None), said
-
-
-# -- guests
 
 
 async def guest(llm: AsyncLLM, soak: Soak, draw: random.Random) -> None:
@@ -222,9 +216,6 @@ async def probes(llm: AsyncLLM, soak: Soak, draw: random.Random) -> None:
 
 
 MANNERS = (asks, asks, streams, streams, leaves, is_cancelled, is_refused, probes)
-
-
-# -- turns
 
 
 def start(drafter: str | None, stages: int = 0) -> AsyncLLM:
@@ -328,33 +319,13 @@ async def soak_for(seconds: float, seed: int, stages: int = 0) -> Soak:
     return soak
 
 
-# -- what remains of it
-
-
 def write(soak: Soak, folder: Path) -> None:
-    """The curve, as figures and as a picture."""
+    """The curve."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "memory.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["second", "rss_bytes", "drafter"])
         rows.writerows([f"{r.second:.1f}", r.rss_bytes, r.drafter] for r in soak.readings)
-    _plot(soak, folder / "memory.svg")
-
-
-def _plot(soak: Soak, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for name in dict.fromkeys(r.drafter for r in soak.readings):
-        own = [r for r in soak.readings if r.drafter == name]
-        axes.plot([r.second for r in own], [r.rss_bytes / 2**20 for r in own], ".", label=name)
-    axes.set(xlabel="seconds", ylabel="resident memory, MiB", ylim=(0, None))
-    axes.legend(title="drafter", fontsize="small")
-    figure.savefig(file)
-    pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -125,9 +125,6 @@ def _by_stream(front: TinyLLM, ask: Ask) -> list[list[int]]:
     return got
 
 
-# -- the fuzz itself
-
-
 def test_a_case_is_a_function_of_its_seed() -> None:
     assert make_case(5).describe() == make_case(5).describe() != make_case(6).describe()
     told = []

@@ -1,4 +1,4 @@
-"""The drafter's process is killed in small, and what is wrong is found."""
+"""Processes are killed in small, and what is wrong is found."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import pytest
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # processes that start and die
 
 
-def test_one_death() -> None:
-    found = kills.run(requests=8, kills=1, seed=1)
-    assert found.requests >= 8 and len(found.resumed) == 1 and found.accepted > 0
-    assert not [problem for problem in found.problems if "resumed late" not in problem]  # a busy machine starts slowly
+@pytest.mark.parametrize("options", [{}, kills.MIRROR], ids=["pipeline", "mirror"])
+def test_one_death(options: dict[str, Any]) -> None:
+    found = kills.run(kills=1, seed=1, **options)
+    assert len(found.deaths) == 1 and found.requests >= 2 * kills.BATCH
+    assert not [problem for problem in found.problems if "are wanted" not in problem]  # a busy machine starts slowly
 
 
 def test_other_ids_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = kills.Killed(random.Random(0))
-    generate = killed.mirror.generate
-
-    def wrong(*given: Any, **more: Any) -> Any:
-        outputs = generate(*given, **more)
-        outputs[0].outputs[0].token_ids.append(7)
-        return outputs
-
-    monkeypatch.setattr(killed.mirror, "generate", wrong)
-    killed.batch(2)
+    prepared = killed.prepared()
+    killed.batch(prepared)
+    assert not killed.found.problems
+    prepared[2][0][0] += 1
+    killed.batch(prepared)
     assert len(killed.found.problems) == 1 and "other ids" in killed.found.problems[0]

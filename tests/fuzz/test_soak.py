@@ -30,7 +30,6 @@ def test_five_seconds(tmp_path: Path) -> None:
     assert soak.main(["--minutes", str(5 / 60), "--out", str(tmp_path)]) == 0
     rows = list(csv.DictReader((tmp_path / "memory.csv").open()))
     assert rows and all(int(row["rss_bytes"]) > 50 * MIB for row in rows)
-    assert (tmp_path / "memory.svg").stat().st_size > 1000
 
 
 def test_growth_is_that_of_each_drafter() -> None:

@@ -52,9 +52,6 @@ def _ids(draw: random.Random, size: int) -> list[int]:
     return ids[:size]
 
 
-# -- byte-level BPE: tokens are any bytes, so one may end a character and begin the next
-
-
 def levelled(seed: int) -> str | None:
     """With a byte-level tokenizer: the text is what Python makes of the bytes, U+FFFD included."""
     draw = random.Random(seed)

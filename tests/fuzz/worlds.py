@@ -13,15 +13,7 @@ from typing import Any
 
 import torch
 from kits.byte_tokens import BYTES_VOCAB, SPECIAL, byte_tokenizer
-from kits.tiny import (
-    TOY_TEXTS,
-    assemble,
-    tiny_adapters,
-    tiny_application,
-    tiny_config,
-    tiny_decoder,
-    tiny_streams,
-)
+from kits.tiny import TOY_TEXTS, assemble, tiny_adapters, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
 from paceline import kernels
 from paceline.api.config import LLMConfig
@@ -118,8 +110,6 @@ def lossless_streams(world: World, layers: int = 1) -> Any:
     return tiny_streams(world.config, dtype=world.dtype, layers=layers)
 
 
-# -- applications
-
 ADAPTERS = ("sql", "prose")
 SHARED = "shared"  # its answers depend on streams, so it needs the fused round
 
@@ -141,15 +131,9 @@ def application(world: World, name: str) -> Application:
     return tiny_application(name, target(world), _adapters(world, name))
 
 
-# -- text
-
-
 def tokenizer_of(world: World) -> Any:
     """The tokenizer; None for the toy."""
     return byte_tokenizer(strip=False) if world.bytes else None
-
-
-# -- engines
 
 
 @cache

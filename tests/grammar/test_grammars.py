@@ -78,10 +78,7 @@ KINDS: dict[str, tuple[Grammar, str]] = {
         Grammar(
             "structural_tag",
             json.dumps(
-                {
-                    "structures": [{"begin": "<f=k>", "schema": {"enum": [1, 22]}, "end": "</f>"}],
-                    "triggers": ["<f"],
-                }
+                {"structures": [{"begin": "<f=k>", "schema": {"enum": [1, 22]}, "end": "</f>"}], "triggers": ["<f"]}
             ),
         ),
         r"(?s)((?!<f).|<f=k>(1|22)</f>)*",

@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -297,23 +296,3 @@ def _right(tokens: list[int], parents: list[int]) -> tuple[int, int]:
         if tokens[node] == RIGHT and parents[node] in path:
             path.add(node)
     return len(tokens) - 1, len(path) - 1
-
-
-def _worlds() -> dict[str, dict[str, Any]]:
-    """What worlds are made of, by name: every shape of cost and acceptance, hard ones, and those with two drafters."""
-    found: dict[str, dict[str, Any]] = {}
-    kinds, rates = {"look-up": LOOKUP, "network": NETWORK}, (0.0, 0.2, 0.5, 0.8, 0.95)
-    for (shape, costs), (kind, drafter), rate in product(STEP_COSTS.items(), kinds.items(), rates):
-        found[f"usual: {shape}, {kind}, {rate}"] = {**drafter, "costs": costs, "acceptance": lambda _, r=rate: r}
-    found |= {f"hard: {name}": {"costs": STEP_COSTS["stairs"], **world} for name, world in HARD.items()}
-    for (shape, costs), ms, (offer, rate, far) in product(STEP_COSTS.items(), (0.1, 0.6), TWO):
-        shared = {"costs": costs, "longest": 8, "spread": 0.1}
-        net = World(**shared, acceptance=lambda _, r=far: r, claimed=far, level_ms=ms, ask_ms=0.5, unseen_ms=0.02)
-        found[f"two: {shape}, {ms} ms, {offer}, {rate}, {far}"] = {
-            **shared, **LOOKUP, "acceptance": lambda _, r=rate: r, "claimed": rate, "offer": offer, "second": net
-        }  # fmt: skip
-    return found
-
-
-TWO = ((0.3, 0.9, 0.7), (0.5, 0.5, 0.85), (0.8, 0.3, 0.5), (0.1, 0.8, 0.3), (0.9, 0.9, 0.8))
-WORLDS = _worlds()

@@ -33,10 +33,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-TEXTS = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-}
+TEXTS = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
 NUMBERS = {
     "llama.block_count": LAYERS,
     "llama.context_length": 512,

@@ -39,22 +39,6 @@ TRUTHS = (
     ),
     Truth(method=Method(name="hybrid", drafter="hybrid:paceline-small-draft"), accept=0.78, depth=6, draft_ms=0.8),
     Truth(method=Method(name="llama.cpp", engine="llama.cpp", drafter="plain"), pass_ms=2.0, batches=(1,)),
-    Truth(
-        method=Method(name="llama.cpp/draft-simple", engine="llama.cpp", drafter="draft-simple"),
-        accept=0.7,
-        depth=4,
-        draft_ms=1.9,
-        batches=(1,),
-    ),
-    Truth(method=Method(name="transformers", engine="transformers", drafter="plain"), pass_ms=5.8, batches=(1,)),
-    Truth(
-        method=Method(name="transformers/assisted", engine="transformers", drafter="assisted"),
-        accept=0.7,
-        depth=5,
-        draft_ms=9.0,
-        pass_ms=6.0,
-        batches=(1,),
-    ),
 )
 WORKLOADS = {
     "gsm8k": "GSM8K (school maths)",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -31,12 +30,6 @@ class LiveServer:
         """Of the engine's process, the older of the server's children: a spare one may wait behind it."""
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(pids[0])
-
-    def kill_engine(self) -> int:
-        """End it at once; its number was this."""
-        pid = self.engine_pid
-        os.kill(pid, signal.SIGKILL)
-        return pid
 
     def until_ready(self, log: Path | None = None, seconds: float = START_S) -> None:
         """Wait until it takes requests, and says so in a log."""

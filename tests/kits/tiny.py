@@ -6,7 +6,7 @@ loop, and a test on them tests nothing. The draft is a noised copy of the target
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.rounds import make_round
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
-from paceline.model.adapters import AdapterConfig, LowRank, linear_shapes
+from paceline.model.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.model.applications import Application
 from paceline.model.attention import make_backend
 from paceline.model.attention.base import Segment
@@ -296,7 +296,7 @@ def hybrid_with_streams(
     return Hybrid(config, [*others.parts, streams(target=target, k=k, nodes=24)])
 
 
-def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+def full_logits(decoder: Decoder, tokens: Sequence[int], adapter: LowRank | None = None) -> torch.Tensor:
     """[tokens, V]: the whole text in one causal pass over fresh K/V."""
     count = len(tokens)
     cache = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
@@ -304,7 +304,9 @@ def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     segment = Segment(0, count, whole, count, 0, None, None)
     batch = Batch(torch.tensor(tokens), places, whole, decoder.plan([segment], places))
     with torch.inference_mode():
-        return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache))
+        state = decoder.embed(batch)
+        state.adapters = [] if adapter is None else [AdapterRange(0, count, adapter)]
+        return decoder.logits(decoder.run_layers(state, 0, decoder.num_layers, cache))
 
 
 def piece(token: int) -> str:
@@ -413,6 +415,11 @@ def _scratch(drafter: Drafter | None, applications: Sequence[Application], rows:
     if drafter is None:
         return 0
     return max(drafter.scratch_slots(rows, sequences), *(rows * a.rows for a in applications), 0)
+
+
+def ids(outputs: Iterable[Any]) -> list[list[int]]:
+    """Return the token ids of the first sample of each output."""
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def run(

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kits.pools import cached_prefix
 
-from paceline.core.errors import ConfigError, PoolFullError
-from paceline.kv.blocks import ROOT_CONTENT, BlockAllocator
+from paceline.core.errors import PoolFullError
+from paceline.kv.blocks import BlockAllocator
 from paceline.kv.pool import KVPool, SequenceCache
 
 SIZE = 4  # slots a block
@@ -158,9 +158,6 @@ TestPoolModel.settings = settings(
 )
 
 
-# -- finding prefixes again
-
-
 def test_finds_exactly_the_longest_published_prefix():
     pool = make_pool(32)
     tokens = list(range(1, 12))  # two whole blocks and three tokens
@@ -176,18 +173,6 @@ def test_finds_exactly_the_longest_published_prefix():
     assert again.committed == again.reused == 8 and contents(again) == tokens[:8]
     assert pool.open(tokens, reuse=0).committed == 0
     assert [pool.open(tokens, reuse=most).committed for most in (3, 4, 7, 8, 99)] == [0, 4, 4, 8, 8]
-
-
-def test_shared_blocks_are_not_written_by_those_who_share_them():
-    pool = make_pool(6)  # too little room for copies
-    tokens = list(range(1, 10))
-    first, second = opened(pool, tokens), pool.open(tokens)
-    assert second.blocks == first.blocks[:2]
-    grow(second, [50, 51, 52])
-    assert contents(first) == tokens and contents(second) == [*tokens[:8], 50, 51, 52]
-    first.release()
-    assert contents(second) == [*tokens[:8], 50, 51, 52]
-    pool.check_integrity()
 
 
 def test_where_there_is_room_a_prefix_is_copied_so_that_it_can_grow_in_one_piece():
@@ -214,20 +199,6 @@ def test_a_prefix_that_nobody_follows_is_shared_in_place():
     assert pool.open(tokens).blocks == blocks
 
 
-def test_of_two_that_publish_the_same_the_first_is_found():
-    pool = make_pool(6)
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    one, two = pool.open(tokens), pool.open(tokens)
-    for cache in (one, two):
-        grow(cache, tokens)
-        cache.publish(tokens)
-    assert not set(one.blocks) & set(two.blocks)
-    assert pool.open(tokens).blocks == one.blocks[:2]
-    one.release()
-    assert pool.open(tokens).blocks == pool.open(tokens).blocks  # kept, though its owner is gone
-    pool.check_integrity()
-
-
 def test_what_was_used_last_is_evicted_last_and_tails_go_before_heads():
     pool = make_pool(4)
     old, new = [1] * 9, [2] * 9
@@ -243,9 +214,6 @@ def test_what_was_used_last_is_evicted_last_and_tails_go_before_heads():
         pool.check_integrity()
     with pytest.raises(PoolFullError):
         cache.reserve(cache.capacity + 1)
-
-
-# -- where blocks lie
 
 
 def test_a_growing_sequence_is_read_as_one_slice():
@@ -291,58 +259,6 @@ def test_scattered_blocks_are_gathered_in_logical_order():
     assert cache.blocks == [3, 0, 1] and contents(cache) == list(range(1, 10))
 
 
-def test_trimmed_back_to_neighbours_it_is_a_slice_again():
-    pool = make_pool(4)
-    walls = [pool.open() for _ in range(4)]
-    for wall in walls:
-        wall.reserve(1)
-    by_block = {wall.blocks[0]: wall for wall in walls}
-    by_block[1].release()
-    cache = pool.open()
-    grow(cache, [1])
-    by_block[3].release()
-    cache.reserve(5)
-    assert cache.blocks == [1, 3] and not isinstance(cache.slots(0, 6), slice)
-    cache.rollback()
-    cache.trim()
-    assert cache.blocks == [1] and cache.slots(0, 1) == slice(4, 5)
-    pool.check_integrity()
-
-
-# -- commits and refusals
-
-
-def test_tree_commits_of_several_sequences_keep_each_path():
-    pool = make_pool(16)
-    caches = [opened(pool, [10 * i + 1, 10 * i + 2]) for i in range(1, 4)]
-    for cache in caches:
-        cache.reserve(6)
-        for row in range(6):
-            write(cache, row, 100 + row)
-    pool.commit([(caches[0], [0, 2, 5]), (caches[1], []), (caches[2], [1, 2, 3, 4, 5])])
-    assert contents(caches[0]) == [11, 12, 100, 102, 105]
-    assert contents(caches[1]) == [21, 22]
-    assert contents(caches[2]) == [31, 32, 101, 102, 103, 104, 105]
-    assert [c.reserved for c in caches] == [0, 0, 0]
-
-
-def test_more_rows_cannot_be_kept_than_were_reserved():
-    pool = make_pool(4)
-    cache = pool.open()
-    cache.reserve(2)
-    with pytest.raises(AssertionError, match="3 rows kept of 2"):
-        pool.commit([(cache, [0, 1, 2])])
-
-
-def test_an_idle_pool_holds_nothing():
-    pool = make_pool(4)
-    cache = opened(pool, [1, 2, 3, 4, 5])
-    with pytest.raises(AssertionError, match="still hold blocks"):
-        pool.check_idle()
-    cache.release()
-    pool.check_idle()
-
-
 def test_the_integrity_check_sees_a_lost_block_and_a_doubled_one():
     pool = make_pool(4)
     cache = opened(pool, [1, 2, 3, 4, 5])
@@ -354,20 +270,6 @@ def test_the_integrity_check_sees_a_lost_block_and_a_doubled_one():
         pool.check_integrity()
 
 
-def test_a_pool_without_a_block_is_refused():
-    with pytest.raises(ConfigError, match="kv_memory"):
-        make_pool(0)
-
-
-def test_bytes_per_token_is_what_the_tensors_take():
-    pool = make_pool(5, layers=3)
-    bytes_held = sum(t[:, : pool.num_tokens].nbytes for t in (*pool.k, *pool.v))
-    assert KVPool.bytes_per_token(3, 2, 3, torch.float64) * pool.num_tokens == bytes_held
-
-
-# -- the allocator alone
-
-
 def test_allocator_prefers_the_block_behind_then_the_roomiest_place():
     allocator = BlockAllocator(10)
     first = allocator.allocate(None)
@@ -377,26 +279,3 @@ def test_allocator_prefers_the_block_behind_then_the_roomiest_place():
     assert allocator.allocate(first) == 1
     assert allocator.allocate(1) == 2
     assert allocator.allocate(9) != 10  # there is none behind the last
-
-
-def test_allocator_takes_empty_blocks_before_it_evicts():
-    allocator = BlockAllocator(3)
-    block = allocator.allocate(None)
-    allocator.publish(block, ROOT_CONTENT, [1, 2])
-    allocator.free(block)
-    assert allocator.num_free == 3
-    others = [allocator.allocate(block - 1 if block else None) for _ in range(2)]
-    assert block not in others and allocator.find(ROOT_CONTENT, [1, 2]) is not None
-    assert allocator.allocate(None) == block
-    assert allocator.find(ROOT_CONTENT, [1, 2]) is None and allocator.num_empty == 0
-    with pytest.raises(PoolFullError):
-        allocator.allocate(None)
-    allocator.check_integrity([[block], others])
-
-
-def test_a_block_cannot_be_published_twice():
-    allocator = BlockAllocator(2)
-    block = allocator.allocate(None)
-    allocator.publish(block, ROOT_CONTENT, [1, 2])
-    with pytest.raises(AssertionError, match="published already"):
-        allocator.publish(block, ROOT_CONTENT, [3, 4])

@@ -170,11 +170,3 @@ def test_a_subtree_that_was_computed_ahead_stays() -> None:
     assert (cache.committed, cache.ahead, cache.reserved) == (5, 0, 0)
     cache.release()
     pool.check_idle()
-
-
-def test_what_is_kept_must_be_there() -> None:
-    ledger = Ledger(SIZE, ListStore(SIZE), CPU, SIZE)
-    cache = ledger.open()
-    cache.reserve(2)
-    with pytest.raises(AssertionError, match="row 2 kept of 2"):
-        ledger.settle([(cache, [0, 2], 1)])

@@ -121,12 +121,6 @@ def test_requests_are_kept_as_ids_but_for_those_that_are_not_to_be(make: Callabl
     assert (tmp_path / "learn").stat().st_mode & 0o777 == 0o700
 
 
-def test_it_is_off_unless_asked_for(target: Path) -> None:
-    llm = LLM(str(target), drafter="suffix", threads=1)
-    assert llm.learning is None and llm.engine.on_leave is None and llm.engine.between is None
-    assert llm.describe_learning() == {"state": "off: nothing of any request is kept, and nothing is learned"}
-
-
 def test_a_drafter_takes_over_in_the_middle_of_a_request_and_no_token_changes(
     make: Callable[..., LLM], target: Path, heads: list[Path], tmp_path: Path
 ) -> None:
@@ -284,29 +278,3 @@ def test_a_learner_that_dies_is_started_again_and_ends_with_the_server(
     assert os.getpriority(os.PRIO_PROCESS, 0) < 19
     learning.close()
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def test_a_learner_that_learns_nothing_is_started_later_each_time(
-    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that had learned since its last start comes back at once. In seconds of a clock that is turned by hand."""
-    now, starts = 0.0, list[float]()
-
-    def clock() -> float:
-        nonlocal now
-        now += 0.25
-        return now
-
-    def start(self: serving.Learning) -> None:
-        starts.append(now)
-        if len(starts) <= 6:  # each of these learned something before it died
-            files.write(tmp_path / "learn" / files.SEEN, 96 * len(starts))
-
-    monkeypatch.setattr(serving, "monotonic", clock)
-    monkeypatch.setattr(serving, "LOOK_S", 0.001)
-    learning = make().learning
-    monkeypatch.setattr(serving.Learning, "_start", start)
-    wait_for(lambda: len(starts) >= 12)
-    learning.close()
-    waits = np.diff(starts)
-    assert waits[:6].max() <= serving.AGAIN_S + 1 and (waits[7:11] > 1.5 * waits[6:10]).all()

@@ -48,12 +48,3 @@ def test_it_is_for_the_user_alone(tmp_path: Path) -> None:
     os.chmod(tmp_path / "ring.bin", 0o640)
     with pytest.raises(ConfigError, match="others may read ring.bin. Chmod 600"):
         Ring(tmp_path / "ring.bin", slots=2)
-
-
-def test_another_file_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "ring.bin").touch(mode=0o600)
-    (tmp_path / "ring.bin").write_bytes(b"x" * 100)
-    with pytest.raises(ConfigError, match="not a ring of this version"):
-        Ring(tmp_path / "ring.bin", slots=2)
-    with pytest.raises(ConfigError, match="cannot be made"):
-        Ring(tmp_path / "none" / "ring.bin")

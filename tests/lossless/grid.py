@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kit.ticks import watch_ticks
+from kits.adversaries import RULES, Adversary, Rule, too_deep
 from kits.medusa import medusa, taught_heads
 from kits.spire import spire
 from kits.state import eagle, lyanna
@@ -45,8 +46,7 @@ from torch import Tensor
 from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.sequence import Sequence
-from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, DrafterSpec, DraftRequest, DraftRule
+from paceline.draft.base import DraftRule
 from paceline.draft.hybrid import Hybrid, HybridConfig
 from paceline.draft.magicdec import MagicDec, MagicDecConfig
 from paceline.draft.ngram import NgramConfig
@@ -77,7 +77,6 @@ VOCAB = CONFIG.vocab_size
 TOKENS = 20  # of an answer, unless an option says otherwise
 BEYOND = 24  # tokens that the oracle goes on for after the end, for drafters that know the answer
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The oracle
 
 
@@ -162,7 +161,6 @@ def prompt_logprobs(prompt: abc.Sequence[int], k: int, config: DecoderConfig) ->
     return [None, *(likeliest(logits[i], token, k) for i, token in enumerate(prompt[1:]))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Requests
 
 
@@ -302,124 +300,7 @@ def case(option: str, prompt_index: int, config: DecoderConfig = CONFIG) -> Case
     return Case(option, prompt, params, answers, None if wanted is None else prompt_logprobs(prompt, wanted, config))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Drafters: the real ones, and some that are up to no good
-
-
-class Adversary(Drafter):
-    """Drafts by one of the rules below, with the plain answers at hand.
-
-    Args:
-        rule: (right tokens to come, budget, max depth, random generator) -> parents and tokens of the nodes.
-        cases: where the right tokens are known from.
-    """
-
-    def __init__(self, rule: Rule, cases: abc.Sequence[Case]) -> None:
-        self.spec = DrafterSpec(name=rule.__name__, default_budget=7, tree=True)
-        self._rule = rule
-        self._known = {
-            (id(c.params), tuple(c.prompt), i): a.ids + a.beyond for c in cases for i, a in enumerate(c.answers)
-        }
-
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """One tree a sequence, by the rule."""
-        rows = [self._nodes(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
-        return TokenTree.from_parents(want.roots(), [parents for parents, _ in rows], [tokens for _, tokens in rows])
-
-    def _nodes(self, sequence: Sequence, budget: int, max_depth: int) -> tuple[list[int], list[int]]:
-        prompt, output = sequence.tokens[: sequence.prompt_len], sequence.tokens[sequence.prompt_len :]
-        known = self._known[id(sequence.sampler.params), tuple(prompt), sequence.sampler.sample_index]
-        assert output == known[: len(output)], "the output has left the plain answer"
-        draw = random.Random(f"{prompt} {len(output)} {sequence.sampler.sample_index}")
-        return self._rule(known[len(output) :], budget, max_depth, draw)
-
-
-Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
-Rule = Callable[[list[int], int, int, random.Random], Nodes]
-
-
-def _chain(tokens: list[int]) -> Nodes:
-    return [*range(len(tokens))], tokens
-
-
-def always_right(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """The plain answer itself."""
-    return _chain(right[: min(budget, max_depth)])
-
-
-def partly_right(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """Right up to a random depth, wrong from there."""
-    good = draw.randint(0, budget)
-    return _chain([t if d < good else (t + 1) % VOCAB for d, t in enumerate(right[: min(budget, max_depth)])])
-
-
-def always_wrong(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """Every token beside the right one."""
-    return _chain([(t + 1) % VOCAB for t in right[: min(budget, max_depth)]])
-
-
-def empty(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """The root alone."""
-    return [], []
-
-
-def over_budget(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """Three children of the root, the last one the right one, and more nodes below it than were asked for."""
-    tokens = [(right[0] + 1) % VOCAB, (right[0] + 2) % VOCAB, *right[: min(budget, max_depth) + 6]]
-    return [0, 0, 0, *range(3, len(tokens))], tokens
-
-
-def too_deep(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """Deeper than any token can come out."""
-    return _chain(right[: max_depth + 3])
-
-
-def duplicates(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """Every right token twice among the children; either one goes on, or both."""
-    parents: list[int] = []
-    tokens: list[int] = []
-    below = 0
-    for token in right[: min(budget // 2, max_depth)]:
-        parents += [below, below]
-        tokens += [token, token]
-        below = len(tokens) - draw.randint(0, 1)
-    return parents, tokens
-
-
-def later_sibling(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """The right token is the last of three children on every level."""
-    parents: list[int] = []
-    tokens: list[int] = []
-    below = 0
-    for token in right[: min(budget // 3, max_depth)]:
-        parents += [below] * 3
-        tokens += [(token + 1) % VOCAB, (token + 2) % VOCAB, token]
-        below = len(tokens)
-    return parents, tokens
-
-
-def random_trees(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """Any shape at all; tokens at random, or the right one of their depth."""
-    parents: list[int] = []
-    tokens: list[int] = []
-    depths = [0]
-    for _ in range(draw.randint(0, budget)):
-        parent = draw.choice([n for n, depth in enumerate(depths) if depth < max_depth])
-        parents.append(parent)
-        tokens.append(right[depths[parent]] if draw.random() < 0.5 else draw.randrange(VOCAB))
-        depths.append(depths[parent] + 1)
-    return parents, tokens
-
-
-def random_tokens(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """A chain of noise."""
-    return _chain(draw.choices(range(VOCAB), k=min(budget, max_depth)))
-
-
-def outside_vocabulary(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
-    """Right, until it proposes a token that does not exist: it is put aside, and no request suffers."""
-    tokens = right[: min(budget, max_depth)]
-    return _chain([*tokens[:-1], VOCAB] if draw.random() < 0.1 else tokens)
 
 
 def _model(**options: Any) -> Callable[[abc.Sequence[Case]], Any]:
@@ -454,7 +335,18 @@ def _medusa(**options: Any) -> Callable[[abc.Sequence[Case]], Any]:
 
 
 def _adversary(rule: Rule) -> Callable[[abc.Sequence[Case]], Any]:
-    return lambda cases: Adversary(rule, cases)
+    def make(cases: abc.Sequence[Case]) -> Adversary:
+        known = {(id(c.params), tuple(c.prompt), i): a.ids + a.beyond for c in cases for i, a in enumerate(c.answers)}
+
+        def answer(sequence: Sequence) -> list[int]:
+            prompt, output = sequence.tokens[: sequence.prompt_len], sequence.tokens[sequence.prompt_len :]
+            found = known[id(sequence.sampler.params), tuple(prompt), sequence.sampler.sample_index]
+            assert output == found[: len(output)], "the output has left the plain answer"
+            return found
+
+        return Adversary(rule, answer)
+
+    return make
 
 
 DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
@@ -495,22 +387,7 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "hybrid_streams": lambda cases: hybrid_with_streams(target={"config": CONFIG}),
     "hybrid_of_three": lambda cases: hybrid_with_streams(f"{LOOKUP}+{MODEL};topk=2", target={"config": CONFIG}),
     "hybrid_trees": _hybrid(f"ngram+{LOOKUP}+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
-    **{
-        rule.__name__: _adversary(rule)
-        for rule in (
-            always_right,
-            partly_right,
-            always_wrong,
-            empty,
-            over_budget,
-            too_deep,
-            duplicates,
-            later_sibling,
-            random_trees,
-            random_tokens,
-            outside_vocabulary,
-        )
-    },
+    **{rule.__name__: _adversary(rule) for rule in (*RULES[:5], too_deep, *RULES[5:])},
     # Behind the others: the place of a drafter decides which options meet which conditions.
     "streams_fused": _streams(k=12, nodes=24, extra=24, resample="top"),
     "medusa_fused": _medusa(nodes=12, extra=24, resample="top"),
@@ -582,9 +459,8 @@ TWINS = {
 }
 assert DRAFTERS.keys() >= TWINS
 
-FAILING = {"outside_vocabulary"}  # drafters that the engine must put aside
+FAILING = {"unreliable"}  # drafters that the engine must put aside
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Conditions and what they must bring about
 
 CONDITIONS: dict[str, dict[str, Any]] = {

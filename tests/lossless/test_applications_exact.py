@@ -166,17 +166,6 @@ def test_k_and_v_of_a_prompt_are_found_by_the_same_application_alone() -> None:
         seen.add(name)
 
 
-def test_one_set_under_two_names_shares_its_k_and_v() -> None:
-    one, two = (
-        replace(tiny_application(name, target(), trained("sql")), identity="the same files") for name in ("one", "two")
-    )
-    engine = assemble(decoder=target(), applications=[one, two])
-    prompt = prompts(1, low=40)[0]
-    outputs = [run(engine, [(prompt, GREEDY)], [name])[0] for name in ("one", "two")]
-    assert [output.stats.cached_prompt_tokens for output in outputs] == [0, 32]
-    assert ids(outputs[:1]) == ids(outputs[1:]) == ids([plain(prompt, GREEDY, "sql")])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_bits_do_not_depend_on_the_company(dtype: torch.dtype) -> None:
     decoder = tiny_decoder(dtype=dtype, exact=True)
@@ -200,9 +189,6 @@ def test_a_wrong_range_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(passes, "adapter_ranges", short)
     with pytest.raises(AssertionError):
         check(assemble(decoder=target(), applications=applications()))
-
-
-# -- streams in shared mode, beside adapters and the base model
 
 
 def mixed_applications() -> list[Application]:

@@ -88,9 +88,6 @@ def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
     return torch.randint(8, vocab_size, (count,), generator=generator).tolist()
 
 
-# -- bits
-
-
 class Text:
     """One text whose K/V grows pass by pass, in a pool of its own."""
 
@@ -244,8 +241,6 @@ def test_branches_of_a_tree(name: str, dtype: str) -> None:
     text.pool.commit([(text.cache, range(1, nodes, 2))])  # and what is kept of it serves the rows that follow
     assert torch.equal(text.advance(WIDTHS - depth), alone[depth:])
 
-
-# -- ids
 
 TEXTS = (
     "CREATE TABLE players (name, team, number)\nQuestion: Which team does number 21 play for?\nSQL:",

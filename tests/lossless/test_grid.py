@@ -7,10 +7,7 @@ Each test also asserts that it met what the grid is for; without that it might h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from grid import (
     CONDITIONS,
     CONFIG,
@@ -79,7 +76,7 @@ DRAFTED = {"drafts cut by the pool"}
 TAKEN = {"drafts accepted under penalties"}
 ENDED = {"EOS inside a path", "a stop str inside a path", "a stop int inside a path"}
 BRANCHED = {"a sibling that is not the first"}
-KNOWING = {"always_right", "over_budget"}  # they know the answer: paths cross every end
+KNOWING = {"always_right", "greedy_eater"}  # they know the answer: paths cross every end
 PIPED = {
     "pipeline_none": {"a stop"},
     "pipeline_noisy": {"a stop with levels in flight", "a partial refill", "a late sibling"},
@@ -90,16 +87,7 @@ BRANCHING = (
     {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
     | {"static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
     | RESAMPLING
-    | {
-        "lyanna",
-        "eagle",
-        "hybrid_trees",
-        "medusa",
-        "medusa_point",
-        "over_budget",
-        "later_sibling",
-        "random_trees",
-    }
+    | {"lyanna", "eagle", "hybrid_trees", "medusa", "medusa_point", "greedy_eater", "later_sibling", "random_trees"}
 )
 assert DRAFTERS.keys() >= BRANCHING
 
@@ -134,15 +122,6 @@ def _assert_met(drafter: str, witness: Witness, least: int) -> None:
     wanted = ACCEPTED.get(drafter, {0, 1} if drafter not in KNOWING | FAILING else {1, 2})
     assert wanted <= witness.accepted, wanted - witness.accepted
     assert drafter not in EXACTLY or witness.accepted <= wanted
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with two threads, on a busy machine tenfold."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("config", [CONFIG, WHOLE, NORMED], ids=["windowed", "whole", "normed"])

@@ -42,14 +42,6 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[list[Decoder]]:
         yield decoders
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def play(mesh: Sequence[Decoder], drafts: str, cases: Sequence[Case], **limits: Any) -> Witness:
     """Answer all cases in one engine over a mesh, and compare each with its plain answer."""
     make, round_ = DRAFTS[drafts]

@@ -103,13 +103,6 @@ def test_a_row_holds_its_numbers_and_their_scale() -> None:
         assert (kept[..., :-SCALE_ROOM].abs().amax(-1) == 127).all()
 
 
-def test_memory_is_five_eighths() -> None:
-    shape = (30, 3, 64)
-    assert KVPool.bytes_per_token(*packed_shape(shape), torch.int8) == 0.625 * KVPool.bytes_per_token(
-        *shape, torch.bfloat16
-    )
-
-
 def test_what_cannot_read_it_says_so() -> None:
     with pytest.raises(CapabilityError, match="compiled layers"):
         LLM("paceline-small", kv_cache_dtype="int8", kernels="torch")

@@ -10,16 +10,7 @@ import torch
 from grid import CONDITIONS, CONFIG, DRAFTERS, EOS_IDS, OPTIONS, PROMPTS, ROUNDS, Case, Witness, case, check
 from grid import target as one_process
 from kits.ranks import GEMMA, WIDE, ranked
-from kits.tiny import (
-    assemble,
-    run,
-    streams,
-    tiny_adapters,
-    tiny_application,
-    tiny_config,
-    tiny_decoder,
-    tiny_streams,
-)
+from kits.tiny import assemble, run, streams, tiny_adapters, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
 from paceline import LLM
 from paceline.core.errors import CapabilityError
@@ -41,14 +32,6 @@ def target(request: pytest.FixtureRequest) -> Iterator[Decoder]:
     """In float64; of 4 ranks two have each head of K and V."""
     with ranked(request.param, {"eos_ids": EOS_IDS}) as decoder:
         yield decoder
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def play(decoder: Decoder, drafter: str, condition: str, cases: Sequence[Case]) -> Witness:
@@ -103,9 +86,6 @@ def test_applications_answer_as_in_one_process(target: Decoder) -> None:
 def line_of(decoder: Decoder) -> Any:
     assert decoder.ranks is not None and decoder.ranks.line is not None
     return decoder.ranks.line
-
-
-# -- bits, joins
 
 
 def states(decoder: Decoder) -> list[torch.Tensor]:

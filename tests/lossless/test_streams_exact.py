@@ -33,11 +33,7 @@ LONG = [*range(20, 62)]
 PROMPTS = [LONG, [*range(30, 41)], [8], [*LONG[:34], 3, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 HOT = SamplingParams(temperature=0.9, seed=4, max_tokens=20, ignore_eos=True)
-SETS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "deep": {"layers": 2, "gamma": 2},
-    "bare": {"adapter": None},
-}
+SETS: dict[str, dict[str, Any]] = {"plain": {}, "deep": {"layers": 2, "gamma": 2}, "bare": {"adapter": None}}
 
 
 @cache
@@ -48,9 +44,6 @@ def target() -> Decoder:
 @cache
 def shared(name: str) -> StreamSet:
     return tiny_streams(mode="shared", **SETS[name])
-
-
-# ---- the reference of shared mode
 
 
 @torch.inference_mode()
@@ -169,14 +162,6 @@ def test_generated_rows_are_no_prefix_of_a_longer_prompt() -> None:
     assert again.stats.cached_prompt_tokens == 16  # whole blocks before the first prompt's last row
 
 
-def test_the_reference_differs_from_the_adapters_alone() -> None:
-    """Streams matter to a shared set: a reference that left them out would give other ids."""
-    app = tiny_application("one", target(), shared("plain"))
-    alone = SimpleNamespace(name="one", identity="alone", adapter=app.adapter, beside=None, rows=0)
-    engine = assemble(streams(chain=True), decoder=target(), applications=[alone], budget=0)
-    assert answers(engine, GREEDY, "one") != [reference("plain", i, False) for i in range(len(PROMPTS))]
-
-
 def test_sets_of_several_depths_in_one_pass() -> None:
     """Two applications and the base model, whose streams begin at different layers, with pruning."""
     apps = [tiny_application(n, target(), shared(n)) for n in ("plain", "deep")]
@@ -190,9 +175,6 @@ def test_sets_of_several_depths_in_one_pass() -> None:
         for i in (0, 1, 3):
             assert outputs[i].outputs[0].token_ids == reference(str(names[i]), i, False)
         assert all(o.stats.pruned for o in outputs)
-
-
-# ---- both places of streams, and what they read
 
 
 def heard(drafter: Any, params: SamplingParams = GREEDY, **options: Any) -> tuple[list[list[int]], list[Tensor]]:
@@ -281,8 +263,6 @@ def test_no_streams_where_nobody_drafts() -> None:
     assert all(o.stats.upper_row_layers == 0 for o in outputs)
     assert all(o.stats.row_layers == o.stats.passes * target().num_layers for o in outputs)
 
-
-# ---- the bits of main rows
 
 WIDE = tiny_config(head_dim=16)
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}

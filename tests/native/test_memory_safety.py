@@ -35,8 +35,6 @@ from paceline.model.rope import Rotation
 
 CPU = torch.device("cpu")
 
-# ---- a draft whose embedding is shorter than the target's
-
 PIECES = 80  # of the text; the draft's embedding has no more rows, the target's has 96
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {f"piece{i}": i for i in range(PIECES)}, name_or_path="")
 UNKNOWN = 90  # an id that the target alone has
@@ -72,25 +70,6 @@ def bound(drafter: DraftModel) -> DraftModel:
 
 def known(length: int, seed: int = 0) -> list[int]:
     return [token % PIECES for token in text(length, seed)]
-
-
-@pytest.mark.parametrize("compiled", KERNELS)
-@pytest.mark.parametrize("shape", [{"depth": 3}, {"topk": 2, "depth": 3}, {"depth": 3, "proposes": "sampled"}])
-def test_a_sequence_with_a_token_that_the_draft_lacks_is_left_alone(compiled: bool, shape: dict[str, Any]) -> None:
-    drafter = bound(narrow(compiled, **shape))
-    fine, bad, later = view(known(9), 1), view([5, UNKNOWN, *known(7)], 2), view(known(30, 3), 3)
-    assert [bool(n > 1) for n in drafter.propose(want([fine, bad, later])).counts] == [True, False, True]
-    later.tokens += [UNKNOWN]  # the target says it
-    for _ in range(3):
-        fine.tokens += [3]
-        assert [bool(n > 1) for n in drafter.propose(want([fine, bad, later])).counts] == [True, False, False]
-        for sequence in (bad, later):
-            sequence.tokens += [3]
-    left = {id(sequence) for sequence in drafter.model.pool.sequences}
-    assert left == {id(drafter.model.follow(fine).cache)}, "its K/V is given back"
-    drafter.release([1, 2, 3])
-    drafter.model.pool.check_idle()
-    assert drafter.propose(want([view(known(5), 2)])).counts[0] > 1, "a key may come again"
 
 
 @pytest.mark.parametrize("compiled", KERNELS)
@@ -139,9 +118,6 @@ def test_every_token_is_looked_at_once() -> None:
         drafter.propose(want([sequence]))
         sequence.tokens.append(4)
     assert max(Counted.asked) == 45 and Counted.asked.count(45) == 3, "nothing behind the unknown one matters"
-
-
-# ---- what compiled code refuses by itself
 
 
 class Cache(SimpleNamespace):

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams, kernels
 from paceline.kernels.calls import join, pick
-from paceline.kernels.drafts import ChainStart, roll
 from paceline.kernels.layers import Stack, unsupported
 from paceline.kernels.linear import NativeLinear, top
 from paceline.kv.pool import KVPool
@@ -59,9 +58,6 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-# -- the same numbers
 
 
 @needs_kernels
@@ -172,8 +168,6 @@ def test_heads_are_padded_in_the_cache_with_zeros(kind: str):
         written = part[:, text.cache.slots(0, 30)]
         assert (written[..., :8] != 0).all() and (written[..., 8:] == 0).all()
 
-
-# -- the same bits
 
 BITS = [("base", kind) for kind in KINDS] + [("qwen3", "bfloat16"), ("heads of 48", "bfloat16")]
 BITS += [("gemma3", kind) for kind in KINDS]
@@ -310,9 +304,6 @@ def test_two_threads_run_two_networks_at_once(threads: Callable[[int], None]):
     assert wrong == []
 
 
-# -- ranges, taps, and the edges of a pass
-
-
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -441,61 +432,6 @@ def test_a_cache_of_another_kind_is_refused():
             decoder.run_layers(decoder.embed(packer.batch()), 0, 1, pool)
 
 
-# -- greedy chains in one call
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_chain_rolls_as_passes_one_by_one_would(kind: str):
-    decoder, steps, limit = decoder_of("base", kind), 12, 190
-    assert decoder.stack is not None
-    prompts = [tokens_of(decoder, count, seed) for seed, count in enumerate((30, 11))]
-    expected = [_greedily(decoder, prompt, steps, limit) for prompt in prompts]
-    pool = blank_pool(decoder)
-    chains = []
-    for place, (prompt, committed) in enumerate(zip(prompts, (25, 0), strict=True)):
-        text = Text(decoder, prompt, scattered=place == 1, pool=pool)
-        if committed:
-            text.advance(committed)
-        text.cache.reserve(len(prompt) - committed + steps)
-        keys = text.cache.slots(0, len(prompt) + steps)
-        chains.append(ChainStart(prompt[committed:], committed, steps, keys, -torch.inf))
-    rolled = roll(decoder.stack, chains, pool, limit)
-    for found, wanted in zip(rolled, expected, strict=True):
-        assert [token for token, _ in found] == [token for token, _ in wanted]
-        torch.testing.assert_close([q for _, q in found], [q for _, q in wanted], atol=1e-4, rtol=1e-4)
-
-
-@needs_kernels
-def test_a_chain_ends_below_its_floor_and_within_the_limit():
-    decoder = decoder_of("base", "float32")
-    assert decoder.stack is not None
-    prompt = tokens_of(decoder, 20)
-    whole_chain = _greedily(decoder, prompt, 12, 5)
-    assert all(token < 5 for token, _ in whole_chain)
-    floor = sum(q for _, q in whole_chain[:4]) + 1e-3  # the fourth token takes it below
-    text = Text(decoder, prompt)
-    text.cache.reserve(32)
-    (found,) = roll(decoder.stack, [ChainStart(prompt, 0, 12, text.cache.slots(0, 32), floor)], text.pool, 5)
-    assert [token for token, _ in found] == [token for token, _ in whole_chain[:4]]
-
-
-def _greedily(decoder: Decoder, prompt: Sequence[int], steps: int, limit: int) -> list[tuple[int, float]]:
-    """(token, log-probability) of a greedy continuation, a pass a token, among the first ``limit`` tokens."""
-    text, found = Text(decoder, prompt), []
-    logits = text.advance(len(prompt))
-    for _ in range(steps):
-        log_q = logits[-1, :limit].log_softmax(dim=-1)
-        token = int(log_q.argmax())
-        found.append((token, float(log_q[token])))
-        text.tokens.append(token)
-        logits = text.advance(1)
-    return found
-
-
-# -- where they cannot run
-
-
 REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
     "gelu": ({"activation": "gelu"}, torch.float32, "another activation, gelu"),
     "no rotation": ({"ropes": (None,) * BASE["num_layers"]}, torch.float32, "no layer of llama has rotary positions"),
@@ -563,8 +499,6 @@ def test_an_llm_uses_them_unless_told_otherwise(tmp_path: Path):
     }
     assert answer(made["auto"]) == answer(made["native"]) == answer(made["torch"])
 
-
-# -- building
 
 PROBE = """
 import json, sys, torch

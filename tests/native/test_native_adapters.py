@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,7 +16,6 @@ from kits.native import BASE, KINDS, SHAPES, Text, blank_pool, error, make, need
 from torch import Tensor
 
 from paceline import ConfigError
-from paceline.kernels.linear import NativeAdapters
 from paceline.model.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.model.decoder import Decoder
 from paceline.model.linear import QUANTS, quantised
@@ -54,10 +51,7 @@ def adapters_of(name: str, rank: int, seed: int, layers: tuple[int, ...] = (0, 1
 
 @torch.inference_mode()
 def run(
-    decoder: Decoder,
-    texts: Sequence[tuple[Text, int]],
-    ranges: Sequence[AdapterRange],
-    cuts: Sequence[int] = (),
+    decoder: Decoder, texts: Sequence[tuple[Text, int]], ranges: Sequence[AdapterRange], cuts: Sequence[int] = ()
 ) -> list[Tensor]:
     """Hidden states of the next rows of each text, all in one pass, which is cut before the layers named."""
     packer = RowPacker(decoder, decoder.device)
@@ -124,9 +118,6 @@ def stands_for(kind: str, weight: Tensor) -> Tensor:
     return torch.from_numpy(dequantise(BY_NAME[kind], quantise(kind, padded)))[:, : weight.shape[1]].contiguous()
 
 
-# -- the same numbers
-
-
 def somewhere(name: str, rank: int) -> list[AdapterRange]:
     """Ranges in the middle, at the edge of a chunk, neighbours, and two adapters more than once."""
     first, second = adapters_of(name, rank, 1), adapters_of(name, max(1, rank // 2), 2)
@@ -151,10 +142,7 @@ def test_the_hidden_states_are_those_of_torch(name: str, rank: int):
 def test_narrow_weights_round_no_worse_than_torch(kind: str, name: str, rank: int):
     tokens, ranges = tokens_of(decoder_of(name, kind), 64), somewhere(name, rank)
     torchs = error(reference(name, "bfloat16", tokens, ranges).float(), reference(name, "float32", tokens, ranges))
-    decoder, oracle = (
-        decoder_of(name, kind),
-        reference(name, "int8" if kind == "int8" else "float32", tokens, ranges),
-    )
+    decoder, oracle = (decoder_of(name, kind), reference(name, "int8" if kind == "int8" else "float32", tokens, ranges))
     (ours,) = run(decoder, [(Text(decoder, tokens), 64)], ranges)
     # Beside int8 weights the inputs may be rounded to bytes too.
     assert 0 < error(ours.float(), oracle) < (1.3 if kind == "bfloat16" else 2.0) * torchs
@@ -196,8 +184,6 @@ def test_a_factor_that_is_forgotten_would_show():
     wrong.load_state_dict(adapter.state_dict())
     assert (alone(decoder_of("base", "float32"), tokens, wrong, 30) - oracle).abs().max() > 1e-2
 
-
-# -- the same bits
 
 LENGTH = 70
 
@@ -255,18 +241,6 @@ def test_bits_do_not_depend_on_the_rest_of_the_batch(name: str, kind: str):
     for seed, rank in enumerate(ranks):
         assert torch.equal(torch.cat(found[seed]), one_by_one(name, kind, seed, rank)), f"text {seed}"
 
-
-def test_bits_do_not_depend_on_how_ranges_are_cut():
-    for kind in KINDS:
-        decoder, adapter = decoder_of("base", kind), adapters_of("base", 8, 1)
-        tokens = text_of("base", kind, 0)
-        for edges in ((0, 70), (0, 1, 2, 30, 70), (0, 15, 16, 17, 33, 48, 70), tuple(range(0, 71))):
-            ranges = [AdapterRange(a, b, adapter) for a, b in zip(edges, edges[1:], strict=False)]
-            (found,) = run(decoder, [(Text(decoder, tokens), LENGTH)], ranges)
-            assert torch.equal(found, one_by_one("base", kind, 0, 8)), f"{kind}, {edges}"
-
-
-# -- streams: rows that see the prefix and a few keys of a wide block
 
 GAMMA = 4
 PARENTS = (-1, 0, 1, 0, 3, 2, 5, 5, 4, 6, 6, 0, 10, 2, 12, 14, 15)  # of 17 main rows: more than a chunk
@@ -346,9 +320,6 @@ def test_a_stream_s_bits_are_those_of_a_chain_of_what_it_sees(name: str, kind: s
     assert torch.equal(found[:nodes], main)
 
 
-# -- errors, and what is kept
-
-
 def test_ranges_that_overlap_or_leave_the_pass_are_refused():
     decoder, a = decoder_of("base", "float32"), adapters_of("base", 8, 1)
     tokens = tokens_of(decoder, 10)
@@ -368,27 +339,6 @@ def test_adapters_of_another_model_and_unloaded_ones_are_refused():
     for why, adapter in cases.items():
         with pytest.raises(ConfigError, match=why):
             alone(decoder, [1, 2, 3], adapter, 3)
-
-
-def test_adapters_are_packed_once_and_dropped_with_their_set():
-    decoder = decoder_of("base", "float32")
-    assert decoder.stack is not None
-    adapter = LowRank(AdapterConfig(layers=(0, 1)), linear_shapes(decoder.config)).start()
-    packed = decoder.stack.adapters(adapter)
-    assert decoder.stack.adapters(adapter) is packed and isinstance(packed, NativeAdapters)
-    gone = weakref.ref(packed)
-    del adapter, packed
-    gc.collect()
-    assert gone() is None
-
-
-def test_start_values_change_nothing():
-    """up = 0: the very bits of the base, but for the sign of a zero."""
-    for kind in KINDS:
-        decoder = decoder_of("base", kind)
-        adapter = LowRank(AdapterConfig(layers=(0, 1)), linear_shapes(decoder.config)).start()
-        tokens = text_of("base", kind, 0)
-        assert torch.equal(alone(decoder, tokens, adapter, LENGTH), one_by_one("base", kind, 0, None))
 
 
 @pytest.mark.full  # `test_native` asks the baseline build for one answer with every run

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kits.native import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
 
-from paceline import LLM, SamplingParams, kernels
+from paceline import SamplingParams, kernels
 from paceline.core.sampling import SequenceSampler
 from paceline.core.tree import depths_below
 from paceline.kernels.calls import NativeTaps, RowSpan, TokenPass
@@ -76,11 +76,7 @@ def packed(decoder: Decoder, drafted: Sequence[Drafted]) -> RowPacker:
 
 
 def at_once(
-    decoder: Decoder,
-    pool: KVPool,
-    drafted: Sequence[Drafted],
-    wanted: Sequence[int],
-    taps: NativeTaps | None = None,
+    decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: Sequence[int], taps: NativeTaps | None = None
 ) -> list[int]:
     spans, slots, start = [], [], 0
     for d in drafted:
@@ -340,22 +336,6 @@ def test_no_draw_from_what_is_no_number() -> None:
     assert choices_of(logits, {"temperature": 1.0}, 1)[0] == [-1, -1, -1]
 
 
-def test_equal_logits_at_the_edge_of_a_truncation() -> None:
-    """Ties with the k-th stay; of equals at the nucleus' edge the first stay."""
-    logits = torch.zeros(64, 24)
-    for params in ({"top_k": 4}, {"top_p": 0.52}, {"min_p": 0.5}):
-        found, oracle = choices_of(logits, {"temperature": 1.0, **params}, 3)
-        assert found == oracle
-        assert len({*oracle}) > 8
-
-
-def test_scattered_slots() -> None:
-    decoder = decoder_of("base", "bfloat16")
-    pool = blank_pool(decoder)
-    drafted = [Drafted(decoder, pool, 2, [0, 0, 1], 5, scattered=True)]
-    assert at_once(decoder, pool, drafted, (1, 2, 3, 4)) == part_by_part(decoder, pool, drafted, (1, 2, 3, 4))
-
-
 def test_logits_that_are_no_numbers_are_chosen_as_numpy_does() -> None:
     decoder = make({"tied": False}, "float32", compiled=True)
     for row, value in ((3, 3e38), (9, -3e38)):
@@ -406,53 +386,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
     for part, old in zip((*pool.k, *pool.v), before, strict=True):
         assert torch.equal(part.nan_to_num(7.5), old.nan_to_num(7.5))
     assert len(call()) == 4
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("drafter", [None, "ngram", "hybrid:paceline-small-draft,dtype=int8", "suffix"])
-def test_answers_are_those_of_the_long_way(drafter: str | None, dtype: str) -> None:
-    """Ids and counts of whole answers, in batches, some of whose requests need the long way."""
-    llm = LLM("paceline-small", drafter=drafter, budget=None if drafter is None else 6, dtype=dtype, threads=1)
-    prompts = [
-        "CREATE TABLE players (name, team, number)\nQuestion: Who wears number 7?\nSQL:",
-        "one two three one two three one two",
-        "def add(a, b):\n",
-    ]
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    other = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, repetition_penalty=1.3)
-    warm = SamplingParams(temperature=0.8, seed=3, top_p=0.9, max_tokens=24, ignore_eos=True)
-    told = SamplingParams(temperature=1, seed=4, top_k=30, logprobs=2, max_tokens=24, ignore_eos=True)
-    found = {}
-    for compiled in (True, False):
-        llm.engine.round.compiled = compiled  # type: ignore[attr-defined]
-        outputs = llm.generate(prompts, greedy) + llm.generate(prompts, [greedy, other, greedy])
-        outputs += llm.generate(prompts, warm) + llm.generate(prompts, [warm, told, other])
-        found[compiled] = [
-            (o.outputs[0].token_ids, o.outputs[0].logprobs, o.stats.passes, o.stats.accepted, o.stats.drafted)
-            for o in outputs
-        ]
-        llm.forget()
-    assert found[True] == found[False]
-
-
-def test_an_interrupt_while_a_pass_is_prepared_costs_that_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make(None, "bfloat16", compiled=True)
-    pool, drafted, wanted = batch(decoder, 2)
-    oracle = part_by_part(decoder, pool, drafted, wanted)
-    stack = decoder.stack
-    assert stack is not None
-    rotate = stack._rotate
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    for broken in (interrupted, lambda *args: (rotate(*args), interrupted())):
-        monkeypatch.setattr(stack, "_rotate", broken, raising=False)
-        stack._last = None
-        with pytest.raises(KeyboardInterrupt):
-            at_once(decoder, pool, drafted, wanted)
-        monkeypatch.setattr(stack, "_rotate", rotate, raising=False)
-        assert at_once(decoder, pool, drafted, wanted) == oracle
 
 
 def test_blocks_of_inputs_that_no_scale_fits() -> None:

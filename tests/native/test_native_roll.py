@@ -137,11 +137,7 @@ def test_a_roll_ends_below_its_floor(decoder: Decoder) -> None:
         assert len(made) == next((i + 1 for i, score in enumerate(scores) if score < floor), 12)
 
 
-TREES = {
-    "dynamic": "topk=4,depth=4",
-    "narrow": "topk=3,depth=5,nodes=6",
-    "static": "branching=3x1x2",
-}
+TREES = {"dynamic": "topk=4,depth=4", "narrow": "topk=3,depth=5,nodes=6", "static": "branching=3x1x2"}
 
 
 @pytest.mark.parametrize("shape", TREES)

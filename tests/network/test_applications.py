@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kits.tiny import assemble, tiny_adapters, tiny_application, tiny_config, tiny_decoder
+from kits.tiny import assemble, ids, tiny_adapters, tiny_application, tiny_config, tiny_decoder
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -21,7 +21,7 @@ from paceline.api.llm import drafters_of
 from paceline.cli import app
 from paceline.cli.chat import Conversation
 from paceline.model.adapters import linear_shapes
-from paceline.model.applications import Application, adapter_ranges, load_applications
+from paceline.model.applications import Application, load_applications
 from paceline.model.decoder import Decoder
 from paceline.model.families import DecoderConfig
 from paceline.papers.streaming.model import StreamConfig, StreamSet
@@ -74,29 +74,6 @@ def llm(folders: dict[str, str]) -> LLM:
     return LLM(MODEL, applications=folders, drafter="ngram", budget=3, exact=True, **SMALL)
 
 
-def ids(outputs: list[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-# -- rows and their adapters
-
-
-def test_ranges_are_disjoint_ordered_and_joined_where_they_meet(target: Decoder) -> None:
-    one, two = (tiny_application(name, target, seed=seed) for seed, name in enumerate("ab"))
-    bare = Application(name="bare", identity="x", adapter=None)
-    rows = [(0, 3), (3, 4), (4, 9), (9, 9), (9, 10), (10, 12), (12, 13)]
-    found = adapter_ranges([one, one, None, two, bare, two, one], rows)
-    assert [(r.start, r.stop, r.adapter) for r in found] == [
-        (0, 4, one.adapter),
-        (10, 12, two.adapter),
-        (12, 13, one.adapter),
-    ]
-    assert adapter_ranges([None, None], [(0, 1), (1, 5)]) == ()
-
-
-# -- loading
-
-
 def load(folder: Path, name: str = "sql", **names: Any) -> dict[str, Application]:
     place = resolve_folder(MODEL)
     decoder = SimpleNamespace(config=read_config(place), dtype=torch.float32, device="cpu", exact=False, stack=None)
@@ -144,16 +121,10 @@ def test_missing_and_broken_files_are_refused(folders: dict[str, str], tmp_path:
         load(folder)
 
 
-# -- the engine
-
-
 def test_the_serial_round_refuses_what_needs_streams(target: Decoder) -> None:
     made = random_streams(tiny_config())
     with pytest.raises(CapabilityError, match="'sql' in round 'serial'.*the drafter that its files are for"):
         assemble(decoder=target, applications=[tiny_application("sql", target, made)])
-
-
-# -- the Python entry
 
 
 def test_one_for_all_or_one_a_prompt(llm: LLM) -> None:
@@ -198,9 +169,8 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("options", [{}, {"kernels": "torch"}])
-def test_streams_of_an_application_draft_for_it(options: dict[str, Any], folders: dict[str, str], fast: str) -> None:
-    asked: dict[str, Any] = {"applications": {**folders, "fast": fast}, "exact": True, **options, **SMALL}
+def test_streams_of_an_application_draft_for_it(folders: dict[str, str], fast: str) -> None:
+    asked: dict[str, Any] = {"applications": {**folders, "fast": fast}, "exact": True, **SMALL}
     drafting = LLM(MODEL, drafter="streams,k=2", budget=6, **asked)
     plain = LLM(MODEL, share=drafting, drafter="streams", budget=0, **asked)
     names = ["fast", "sql", None, "fast"]
@@ -214,9 +184,6 @@ def test_streams_of_an_application_draft_for_it(options: dict[str, Any], folders
     fast_ids, sql_ids, plain_ids = ids(together)[:3]
     assert fast_ids == ids(base.generate([PROMPT], GREEDY, application="fast"))[0]
     assert sql_ids not in (fast_ids, plain_ids)  # the adapters of "sql" are its own
-
-
-# -- the command line
 
 
 @pytest.fixture
@@ -250,11 +217,6 @@ def test_the_only_application_answers_where_none_is_named(
     assert expected in result.output and "sql: " in result.output
 
 
-def test_an_application_without_a_folder_is_named_in_the_error(cli: Callable[..., Any]) -> None:
-    result = cli("generate", "--offline", "--application", "sql=not/there", "-p", PROMPT)
-    assert result.exit_code and "application 'sql': not/there: no such trained set" in result.output.replace("\n", " ")
-
-
 def test_an_application_with_streams_brings_its_drafter(
     cli: Callable[..., Any], folders: dict[str, str], fast: str
 ) -> None:
@@ -282,9 +244,6 @@ def test_a_conversation_changes_its_application(llm: LLM, capsys: pytest.Capture
     talk.answer("Tell me")
     expected = llm.chat([{"role": "user", "content": "Tell me"}], GREEDY, application="sql")[0].outputs[0].text
     assert talk.messages[-1]["content"] == expected
-
-
-# -- the zoo
 
 
 def card(**changes: Any) -> str:

@@ -51,12 +51,9 @@ def _changed(plain: Path, folder: Path, at: int, data: bytes) -> Path:
     [
         (0, b"GGUX", ConfigError, "begins with b'GGUX'"),
         (4, struct.pack(">I", 3), CapabilityError, "big-endian"),
-        (4, struct.pack("<I", 1), CapabilityError, "version 1"),
         (4, struct.pack("<I", 9), CapabilityError, "version 9"),
         (8, struct.pack("<Q", 2**63), ConfigError, "announces 9,223,372,036,854,775,808 tensors"),
-        (16, struct.pack("<Q", 2**40), ConfigError, "announces 1,099,511,627,776 keys"),
         (24, struct.pack("<Q", 2**62), ConfigError, "bytes of text"),
-        (24, struct.pack("<Q", 70_000), ConfigError, "a name has 70,000 bytes"),
     ],
 )
 def test_a_broken_beginning_is_refused(
@@ -66,7 +63,7 @@ def test_a_broken_beginning_is_refused(
         read_gguf(_changed(plain, tmp_path, at, data))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.2, 0.7, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.7])
 def test_a_truncated_file_is_refused(plain: Path, tmp_path: Path, share: float) -> None:
     whole = plain.read_bytes()
     cut = tmp_path / "cut.gguf"
@@ -85,10 +82,7 @@ def _entry(plain: Path, name: str) -> int:
     [
         (0, struct.pack("<I", 9), "9 dimensions"),
         (4, struct.pack("<Q", 250), "250 values in a row, and a block of q4_0 32"),
-        (4, struct.pack("<Q", 0), "shape"),
-        (12, struct.pack("<Q", 2**55), "shape"),
         (20, struct.pack("<I", 77), "type 77"),
-        (24, struct.pack("<Q", 33), "not a multiple of 32"),
         (24, struct.pack("<Q", 2**50), "ends at byte"),
     ],
 )
@@ -146,8 +140,6 @@ def test_parts_are_one_model(plain: Path, tmp_path: Path) -> None:
     ("changed", "words"),
     [
         ({"split.no": 1}, r"00001-of-00002.gguf: it is part 2 of 2 .*name them m-00001-of-00002.gguf to m-00002-of-"),
-        ({"split.count": 3}, r"it is part 1 of 3 .* m-00001-of-00003.gguf to m-00003-of-00003.gguf"),
-        ({"split.count": "2"}, r"split.count' is '2', and must be a whole number"),
         ({"split.tensors.count": 18}, r"the parts hold 21 tensors, and 18 are announced"),
     ],
 )
@@ -165,23 +157,6 @@ def test_parts_that_contradict_their_names_are_refused(changed: dict[str, Any], 
     assert len(read_gguf(write(first, changed=said)).tensors) == 21
     with pytest.raises(ConfigError, match=words):
         read_gguf(write(first, changed=said | changed))
-
-
-@pytest.mark.parametrize("alignment", [8, 64, 4096])
-def test_tensors_lie_where_the_alignment_says(alignment: int, tmp_path: Path) -> None:
-    file, numbers = tmp_path / "m.gguf", np.arange(6, dtype=np.float32)
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_custom_alignment(alignment)
-    for name in ("one", "two", "three"):
-        writer.add_tensor(name, numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    ours, theirs = read_gguf(file).tensors, gguf.GGUFReader(file).tensors
-    assert [ours[tensor.name].start for tensor in theirs] == [tensor.data_offset for tensor in theirs]
-    assert all(np.array_equal(tensor.raw().view(np.float32)[0], numbers) for tensor in ours.values())
-    assert len({tensor.start % alignment for tensor in ours.values()}) == 1
 
 
 def test_random_damage_is_refused_or_read(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,18 @@ import pytest
 import torch
 from kits.gguf_files import NAMES, NUMBERS, VOCABULARY, WIDTH, as_folder, write
 from kits.native import needs_kernels
+from kits.tiny import full_logits
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.kv.pool import KVPool
 from paceline.model.attention import make_backend
-from paceline.model.attention.base import Segment
-from paceline.model.base import Batch
 from paceline.model.decoder import Decoder
 from paceline.weights.blocks import BY_NAME, TYPES, dequantise
 from paceline.weights.gguf import read_gguf
 from paceline.weights.loader import load_model
 from paceline.weights.source import read_config, resolve, resolve_folder
 
-TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
-TEXT = torch.randint(VOCABULARY, (64,), generator=torch.Generator().manual_seed(0))
+TOKENS = [5, 17, 200, 33, 33, 319, 0, 8]
+TEXT = torch.randint(VOCABULARY, (64,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def load(place: Path, dtype: str = "auto", native: bool = True, **options: Any) -> Decoder:
@@ -33,14 +32,8 @@ def load(place: Path, dtype: str = "auto", native: bool = True, **options: Any) 
     return load_model(source, attention=make_backend(source.dtype, exact=False), native=native, **options)
 
 
-@torch.inference_mode()
-def logits(decoder: Decoder, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    rows = len(tokens)
-    pool = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device)
-    places = torch.arange(rows)
-    plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
-    batch = Batch(tokens, places, slice(0, rows), plan)
-    return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool))
+def logits(decoder: Decoder, tokens: Sequence[int] = TOKENS) -> torch.Tensor:
+    return full_logits(decoder, tokens)
 
 
 def distance(decoder: Decoder, plain: Decoder) -> float:
@@ -87,8 +80,7 @@ def test_parts_of_one_product_may_be_of_several_types(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "q8_0"])
-def test_a_plain_dtype_is_that_of_the_same_checkpoint(dtype: str, tmp_path: Path) -> None:
+def test_a_plain_dtype_is_that_of_the_same_checkpoint(tmp_path: Path, dtype: str = "int8") -> None:
     file = write(tmp_path / "m.gguf", "q5_1")
     folder = as_folder(file, tmp_path / "folder")
     assert torch.equal(logits(load(file, dtype)), logits(load(folder, dtype)))
@@ -121,14 +113,8 @@ OF_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scalin
     ("keys", "scaling"),
     [
         ({"rope.scale_linear": 4.0}, LINEAR),  # of older files
-        ({"rope.scaling.factor": 4.0}, LINEAR),
-        ({"rope.scaling.factor": [4.0]}, LINEAR),
         ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, LINEAR),
-        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "linear"}, LINEAR),
-        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "longrope"}, LINEAR),
         ({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"}, None),
-        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 4.0}, None),
-        ({"rope.scaling.type": "linear"}, None),
         (OF_YARN, YARN),
         (
             OF_YARN | {"rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": [2.0]},
@@ -188,31 +174,20 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     ("changed", "words"),
     [
         ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
-        ({"llama.block_count": 0}, "llama.block_count is 0"),
         ({"llama.block_count": 3}, "misses tensor layers.2"),
         ({"llama.block_count": 1}, "tensor 'blk.1.attn_norm.weight', for which"),
-        ({"llama.attention.head_count": 3}, "heads"),
         ({"llama.feed_forward_length": 500}, "is .512, 256., not .500, 256."),
         ({"llama.attention.layer_norm_rms_epsilon": "small"}, "must be a positive number"),
-        ({"llama.rope.scaling.type": "spiral"}, "rope.scaling.type is 'spiral'"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         (
             {"general.architecture": "gpt-oss"},
             "m.gguf: its architecture 'gpt-oss' is known and not .*mixture of experts",
         ),
-        ({"general.architecture": "qwen35moe"}, "experts.* recurrent layers"),
         ({"llama.pooling_type": 3}, "it computes embeddings"),
         ({"general.architecture": "nonesuch"}, "'nonesuch' is not known here"),
-        ({"general.architecture": "bert"}, "bert"),
-        ({"llama.rope.scaling.type": 3}, "rope.scaling.type' is 3, and must be a text"),
         ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id is 320, and there are 320 tokens"),
         ({"tokenizer.ggml.eot_token_id": "end"}, "eot_token_id' is 'end', and must be a whole number"),
-        ({"tokenizer.ggml.add_bos_token": 1}, "add_bos_token' is 1, and must be true or false"),
-        ({"tokenizer.ggml.tokens": 5}, "tokens' is 5, and must be a list of texts"),
         ({"tokenizer.ggml.token_type": ["one"] * 320}, "token_type' is a list, and must be a list of numbers"),
-        ({"tokenizer.ggml.pre": [1, 2]}, "pre' is a list, and must be a text"),
-        ({"tokenizer.chat_template": 7}, "chat_template' is 7, and must be a text"),
-        ({"split.tensors.count": [1, 2]}, "count' is a list, and must be a whole number"),
     ],
 )
 def test_metadata_that_cannot_be_are_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:

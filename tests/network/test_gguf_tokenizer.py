@@ -130,7 +130,7 @@ def test_special_tokens_are_matched_whole(tmp_path: Path) -> None:
     assert pieces(phi, "a</s> \na<s> a") == ["a", "</s>", "a", "<s>", "\u2581", "a"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=st.text())
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o", "deepseek-coder"])
 def test_every_text_comes_back(text: str, pre: str, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -183,13 +183,10 @@ def test_template_and_roles_are_those_of_transformers_and_mostly_without_it(
     ("changed", "words"),
     [
         ({"ggml__pre": "nonesuch"}, "pre-tokenizer 'nonesuch' is not known"),
-        ({"ggml__pre": None}, "names no pre-tokenizer"),
         ({"ggml__model": "t5"}, "tokenizer.ggml.model is 't5'"),
         ({"ggml__token_type": [1, 2]}, "tokens, and 2 entries in tokenizer.ggml.token_type"),
         ({"ggml__merges": ["h q"]}, "the merge 'h q' makes no token"),
-        ({"ggml__merges": ["h ell"]}, "its merges cannot be used .*ell"),
         ({"ggml__merges": ["hel l"]}, "its merges cannot be used .*hel"),
-        ({"ggml__merges": ["h e l"]}, "the merge 'h e l' makes no token"),
         ({"ggml__merges": ["h e"] * 10_000}, "10,000 merges for"),
         ({"ggml__bos_token_id": 5000, "ggml__add_bos_token": True}, "bos_token_id is 5000"),
         ({"ggml__bos_token_id": None, "ggml__add_bos_token": True}, "add_bos_token is true, and .* is missing"),

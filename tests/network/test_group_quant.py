@@ -12,21 +12,19 @@ import torch
 from kits.blocks import dequantise
 from kits.four_bit_files import FORMS, LINEARS, write
 from kits.native import needs_kernels
+from kits.tiny import full_logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kv.pool import KVPool
-from paceline.model.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.model.adapters import AdapterConfig, LowRank, linear_shapes
 from paceline.model.attention import make_backend
-from paceline.model.attention.base import Segment
-from paceline.model.base import Batch
 from paceline.model.decoder import Decoder
 from paceline.weights.blocks import GROUPED
 from paceline.weights.loader import load_model, read_layout
 from paceline.weights.source import read_config, resolve
 
-TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
+TOKENS = [5, 17, 200, 33, 33, 319, 0, 8]
 EACH = pytest.mark.parametrize("form", FORMS)
 GROUPS = {"awq": 128, "gptq": 32, "compressed": -1, "gptq_v2": -1}  # of a form; 64 else
 
@@ -34,17 +32,6 @@ GROUPS = {"awq": 128, "gptq": 32, "compressed": -1, "gptq_v2": -1}  # of a form;
 def load(folder: Path, dtype: str = "auto", native: bool = True, **options: Any) -> Decoder:
     source = resolve(folder, dtype)
     return load_model(source, attention=make_backend(source.dtype, exact=False), native=native, **options)
-
-
-@torch.inference_mode()
-def logits(decoder: Decoder, tokens: Tensor = TOKENS, adapter: LowRank | None = None) -> Tensor:
-    rows = len(tokens)
-    pool, places = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), torch.arange(rows)
-    plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
-    batch = Batch(tokens, places, slice(0, rows), plan)
-    state = decoder.embed(batch)
-    state.adapters = [] if adapter is None else [AdapterRange(0, rows, adapter)]
-    return decoder.logits(decoder.run_layers(state, 0, decoder.num_layers, pool))
 
 
 def numbers(folder: Path) -> dict[str, Tensor]:
@@ -125,11 +112,8 @@ def test_adapters_beside_an_act_order_read_their_inputs_in_the_models(tmp_path: 
     with torch.no_grad():
         for tensor in adapter.tensors().values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5)
-    plain, mine = logits(whole, adapter=adapter), logits(stored, adapter=adapter)
-    assert (mine - plain).abs().max() < 0.25 * plain.std() < (plain - logits(whole)).abs().max()
-
-
-# --- what is refused ------------------------------------------------------------------------------------------
+    plain, mine = (full_logits(each, TOKENS, adapter) for each in (whole, stored))
+    assert (mine - plain).abs().max() < 0.25 * plain.std() < (plain - full_logits(whole, TOKENS)).abs().max()
 
 
 def refused(folder: Path, message: str, dtype: str = "float32") -> None:
@@ -141,40 +125,15 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
     ("form", "changes", "message"),
     [
         ("awq", {"bits": 8}, "bits = 8.*what is read is 4"),
-        ("awq", {"bits": None}, "bits = None"),
-        ("awq", {"bits": 4.0}, "bits = 4.0"),
         ("awq", {"version": "gemv"}, "version = 'gemv'.*'gemm'"),
-        ("awq", {"checkpoint_format": "gemv_fast"}, "gemv_fast"),
-        ("awq", {"backend": "llm-awq"}, "backend = 'llm-awq'"),
-        ("awq", {"zero_point": False}, "zero_point = False"),
-        ("awq", {"group_size": 0}, "group_size = 0.*multiple of 32"),
-        ("awq", {"group_size": 16}, "group_size = 16"),
-        ("awq", {"group_size": "64"}, "group_size = '64'"),
-        ("awq", {"group_size": True}, "group_size = True"),
         ("awq", {"group_size": 192}, "256 inputs are not whole groups of 192"),
-        ("awq", {"group_size": 128}, "it is I32 .4, 32., and config.json asks for I32 .2, 32."),
         ("awq", {"quant_method": "gptq", "sym": False}, "asks for I32 .32, 256."),
-        ("awq", {"quant_method": "fp8"}, "quantised with 'fp8'.*awq, gptq, compressed-tensors.*original"),
-        ("awq", {"quant_method": "bitsandbytes"}, "quantised with 'bitsandbytes'"),
-        ("awq", {"quant_method": ["awq"]}, "quantised with"),
-        ("awq", {"quant_method": None}, "quantised with None"),
-        ("gptq", {"bits": 3}, "bits = 3"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
-        ("gptq", {"is_marlin_format": True}, "is_marlin_format = True"),
         ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format.*more than once"),
-        ("gptq", {"pack_dtype": "int64"}, "pack_dtype = 'int64'"),
-        ("gptq", {"desc_act": "yes"}, "desc_act = 'yes'"),
         ("gptq", {"sym": True}, "qzeros.*a zero is not 8"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic = "),
         ("gptq_order", {"desc_act": False}, "g_idx.*does not say desc_act"),
-        ("compressed", {"format": "nvfp4-pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
-        ("compressed", {"format": None}, "format = None"),
         ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ("compressed", {"transform_config": {"config_groups": {}}}, "transform_config"),
-        ("compressed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
-        ("compressed", {"config_groups": {}}, "config_groups = {}"),
-        ("compressed", {"config_groups": {"W4A16": ["Linear"]}}, "config_groups: W4A16"),
-        ("compressed", {"config_groups": 3}, "config_groups = 3"),
     ],
 )
 def test_other_configurations_are_refused(form: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -190,13 +149,7 @@ def test_other_configurations_are_refused(form: str, changes: dict[str, Any], me
     ("changes", "message"),
     [
         ({"num_bits": 8}, "num_bits = 8"),
-        ({"type": "float"}, "type = 'float'"),
-        ({"strategy": "tensor"}, "strategy = 'tensor'"),
-        ({"dynamic": True}, "dynamic = True"),
-        ({"symmetric": None}, "symmetric = None"),
         ({"symmetric": False}, "no weight_zero_point"),
-        ({"actorder": "group"}, "no weight_g_idx"),
-        ({"actorder": "some"}, "actorder = 'some'"),
         ({"input_activations": {"num_bits": 8}}, "input_activations"),
         ({"second": True}, "in several ways"),
     ],
@@ -237,18 +190,11 @@ def with_value(name: str, value: float, at: int = 5) -> Callable[[Tensors], None
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
-        ("awq", without(Q + "qzeros"), "no qzeros next to it"),
-        ("awq", without(Q + "qweight"), "misses tensor layers.1.self_attn.q_proj.weight"),
         ("gptq", without(Q + "g_idx"), "no g_idx next to it"),
         ("awq", with_value(Q + "scales", torch.nan), "q_proj.scales.*not finite"),
-        ("compressed", with_value(DOWN + "weight_scale", torch.inf), "down_proj.weight_scale.*not finite"),
         ("compressed", with_value(Q + "weight_shape", 8, 0), "weight_shape.*it is not .256, 256."),
         ("gptq_order", with_value(Q + "g_idx", 9), "g_idx.*does not give each of 4 groups 64 inputs"),
-        ("gptq_order", with_value(Q + "g_idx", -1), "g_idx.*does not give each"),
-        ("awq", lambda t: t.update({Q + "bias": torch.zeros(256)}), "unexpected"),
         ("gptq", lambda t: t.update({Q + "bias": torch.ones(256)}), "bias.*is not zero"),
-        ("awq", lambda t: t.update({Q + "weight": torch.zeros(256, 256)}), "unexpected"),
-        ("awq", lambda t: t.update({Q + "scales": t[Q + "scales"].long()}), "scales.*it is I64"),
         ("awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "asks for I32 .256, 32."),
     ],
 )

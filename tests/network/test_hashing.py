@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -114,15 +113,6 @@ def test_a_file_that_was_changed_is_read_again(tmp_path: Path, change: Callable[
     assert content_hash(file) == reference(file.read_bytes()) != before
 
 
-def test_what_was_just_written_is_not_kept(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next change may fall into the same tick of the file system's clock."""
-    monkeypatch.setattr(hashing, "SETTLED_S", 60.0)
-    file, reads = written(tmp_path, b"x" * 100), Reads(monkeypatch)
-    content_hash(file)
-    content_hash(file)
-    assert reads.count == 2 and not hashing._found and not small.exists()
-
-
 def test_what_was_just_written_is_not_kept_however_long_it_is_read(
     tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,22 +130,6 @@ def test_what_was_just_written_is_not_kept_however_long_it_is_read(
     assert len(hashing._found) == len(list(small.iterdir())) == 1
 
 
-def test_what_is_written_while_it_is_read_is_not_kept(
-    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = written(tmp_path, b"x" * 100)
-    whole = hashing._hash
-
-    def slow(path: Path, size: int) -> str:
-        found = whole(path, size)
-        longer(path)
-        return found
-
-    monkeypatch.setattr(hashing, "_hash", slow)
-    content_hash(file)
-    assert not hashing._found and not small.exists()
-
-
 @pytest.mark.parametrize("broken", [b"", b"\xff\xfe", b"not one", b"a" * 63, b"[" * 100_000])
 def test_a_damaged_record_is_not_believed(
     tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch, broken: bytes
@@ -168,22 +142,3 @@ def test_a_damaged_record_is_not_believed(
     forget()
     assert content_hash(file) == first and reads.count == 2
     assert kept.read_bytes() == record, "it is written again"
-
-
-def _keep_often(state: str) -> None:
-    for _ in range(300):
-        hashing._keep(state, "a" * 64)
-
-
-def _recall_often(state: str) -> set[str | None]:
-    return {hashing._recall(state) for _ in range(2000)}
-
-
-def test_processes_that_write_at_once_do_not_meet(tmp_path: Path, small: Path) -> None:
-    _, state = hashing._state_of(written(tmp_path, b"x" * 100))
-    hashing._keep(state, "a" * 64)
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        read = pool.apply_async(_recall_often, [state])
-        pool.map(_keep_often, [state] * 3, chunksize=1)
-        assert read.get() == {"a" * 64}, "a record is whole at any time"
-    assert [kept.name for kept in small.iterdir()] == [state]

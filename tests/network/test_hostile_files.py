@@ -28,7 +28,6 @@ from paceline.model.decoder import Decoder
 from paceline.model.families import FAMILIES, decoder_config
 from paceline.papers.streaming.model import CONFIG_FILE, StreamSet
 from paceline.weights import generation, loader
-from paceline.weights.files import MAX_JSON_BYTES
 from paceline.weights.loader import load_model
 from paceline.weights.names import weight_map
 from paceline.weights.source import read_config, resolve
@@ -46,9 +45,6 @@ def refuse(folder: Path, words: str) -> ConfigError:
     with pytest.raises(ConfigError, match=words) as caught:
         load_model(resolve(folder, "float32"), attention=ReferenceAttention())
     return caught.value
-
-
-# -- rotations that are described twice
 
 
 OLD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -76,9 +72,7 @@ def test_both_spellings_may_say_the_same():
             "rope_parameters and rope_scaling.*different",
         ),
         ({"rope_parameters": YARN, "rope_scaling": {**OLD, "factor": 8.0}}, "two different rotations"),
-        ({"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}}, "two different rotations"),
         ({"rope_parameters": YARN, "rope_theta": 10000.0}, "rope_theta: it is said more than once, as 500.0 and 10000"),
-        ({"rope_scaling": {**OLD, "rope_theta": 5.0}, "rope_theta": 6.0}, "rope_theta: it is said more than once"),
         ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 1.0}, "partial_rotary"),
         ({"rope_parameters": {**YARN, "type": "linear"}}, "rope_type .or type.: it is said more than once"),
         (
@@ -103,23 +97,6 @@ def test_what_transformers_writes_is_read_with_its_copy_beside_it(tmp_path: Path
     assert read_config(tmp_path) == alone
 
 
-def test_what_the_newer_word_decides_is_no_contradiction():
-    """As in transformers: ``dtype`` goes before ``torch_dtype``, Phi-3's 4096 stands for a field that is not there."""
-    base = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 8}
-    base |= {"num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
-    assert decoder_config({**base, "dtype": "float32", "torch_dtype": "bfloat16"}).checkpoint_dtype == "float32"
-    cut_out = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1]}}
-    assert decoder_config({**base, **cut_out}).rope == decoder_config(base).rope
-    factors = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    inner = {"rope_scaling": {**factors, "original_max_position_embeddings": 8192}}
-    phi3 = {**base, "model_type": "phi3", "max_position_embeddings": 16384}
-    assert decoder_config({**phi3, **inner}).max_position == 8192
-    assert decoder_config({**phi3, "rope_scaling": factors}).max_position == 4096
-
-
-# -- sizes
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_shapes_in_the_weight_map_are_those_of_the_network(family: str):
     """Every parameter of every family, with all its options, is filled to the last element."""
@@ -141,15 +118,12 @@ def test_shapes_in_the_weight_map_are_those_of_the_network(family: str):
     [
         ({"vocab_size": 10**9}, r"embed_tokens.*shape is \[50, 16\].*\[1000000000, 16\]"),
         ({"hidden_size": 10**9, "head_dim": 8}, r"shape is \[50, 16\].*\[50, 1000000000\]"),
-        ({"intermediate_size": 2**31 - 1}, r"down_proj.*shape is \[16, 24\].*\[16, 2147483647\]"),
         ({"num_attention_heads": 10**9, "head_dim": 8}, "must divide|shape is"),
         ({"num_hidden_layers": MAX_LAYERS}, r"misses tensors layers\..* and 89979 more"),
         (
             {"num_hidden_layers": 10**9},
             f"num_hidden_layers = 1000000000: it must be an integer of at most {MAX_LAYERS}",
         ),
-        ({"head_dim": 10**9}, "head_dim = 1000000000: it must be an integer of at most 65536"),
-        ({"vocab_size": 10**30}, "vocab_size = .*at most 2147483647"),
     ],
 )
 def test_sizes_are_held_against_the_headers_before_anything_is_allocated(
@@ -178,9 +152,7 @@ def sparse_weights(folder: Path, config: dict[str, Any]) -> None:
         file.truncate(8 + len(raw) + end)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fits"), [("float64", False), ("float32", False), ("int8", True), ("bfloat16", True)]
-)
+@pytest.mark.parametrize(("dtype", "fits"), [("float32", False), ("bfloat16", True)])
 def test_memory_is_held_against_what_is_free(checkpoint: Path, dtype: str, fits: bool, monkeypatch: pytest.MonkeyPatch):
     """One tensor more than all of them: they are converted one at a time."""
     count = sum(piece.numel for piece in weight_map(decoder_config(CONFIG)))
@@ -213,17 +185,6 @@ def test_an_allocator_that_gives_up_is_heard(checkpoint: Path, monkeypatch: pyte
         load_model(resolve(checkpoint), attention=ReferenceAttention())
 
 
-def test_a_draft_model_is_checked_alike(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    draft = write_checkpoint(tmp_path / "draft")
-    assert start(str(checkpoint), drafter=f"draft_model:{draft}") is None
-    write_config(draft, {**CONFIG, "vocab_size": 10**9})
-    with bounded(monkeypatch):
-        assert "config.json asks for [1000000000, 16]" in str(start(str(checkpoint), drafter=f"draft_model:{draft}"))
-
-
-# -- headers
-
-
 def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Rewrite a file's header and leave its data."""
 
@@ -246,19 +207,11 @@ NORM = "model.norm.weight"
     ("damage", "words"),
     [
         (_header(lambda h: h[NORM].update(shape=[10**9])), "not safetensors"),
-        (_header(lambda h: h[NORM].update(shape=[2**62, 2**62])), "not safetensors"),
-        (_header(lambda h: h[NORM].update(shape=[-16])), "not safetensors"),
-        (_header(lambda h: h[NORM].update(shape="16")), "not safetensors"),
         (_header(lambda h: h[NORM].update(data_offsets=[0, 64])), "not safetensors"),
-        (_header(lambda h: h[NORM].update(data_offsets=[2**63, 2**63 + 64])), "not safetensors"),
-        (_header(lambda h: h[NORM].update(dtype="F128")), "not safetensors"),
         (_header(lambda h: h[NORM].update(dtype="I32")), "I32, a quantised weight"),
         (_header(lambda h: h[NORM].update(shape=[4, 4])), r"norm.weight.*shape is \[4, 4\].*\[16\]"),
-        (_header(lambda h: h.pop(NORM)), "not safetensors"),
         (_header(lambda h: h.update({"norm.weight": h[NORM]})), "not safetensors|there twice"),
-        (lambda f: f.write_bytes(b""), "not safetensors"),
         (lambda f: f.write_bytes(struct.pack("<Q", 2**63)), "not safetensors"),
-        (lambda f: f.write_bytes(struct.pack("<Q", 10**6) + b"{" * 10**6), "not safetensors"),
         (lambda f: f.write_bytes(struct.pack("<Q", 2) + b"{}"), "misses tensors"),
         (lambda f: (f.unlink(), f.mkdir()), "neither model.safetensors nor"),
     ],
@@ -293,7 +246,7 @@ def test_a_tensor_with_and_without_the_prefix_is_refused(checkpoint: Path):
     refuse(checkpoint, "tensor norm.weight .*it is there twice")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a\0b", "x" * 5000, "/etc/passwd", "../a.safetensors", "\ud800"])
+@pytest.mark.parametrize("name", ["", "..", "a\0b", "/etc/passwd", "../a.safetensors"])
 def test_shards_that_cannot_be_files_are_refused(checkpoint: Path, name: str):
     write_config(checkpoint, {"weight_map": {"a": name}}, "model.safetensors.index.json")
     refuse(checkpoint, "shard")
@@ -318,17 +271,12 @@ def test_no_damage_to_the_weights_gets_through(tmp_path_factory: pytest.TempPath
         assert len(str(error)) < 3000
 
 
-# -- configurations of any content
-
-
 RAW = {
     "deep": '{"model_type": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "digits": '{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}",
     "not text": b"\xff\xfe{}",
     "cut": '{"model_type": "llama"',
     "empty": "",
-    "number": "3",
-    "text": '"llama"',
     "null": "null",
 }
 
@@ -338,12 +286,6 @@ RAW = {
 def test_json_of_any_content_is_refused(checkpoint: Path, name: str, content: str | bytes):
     (checkpoint / name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert start(str(checkpoint)) is not None
-
-
-def test_json_without_end_is_not_read(checkpoint: Path):
-    with (checkpoint / "config.json").open("wb") as file:
-        file.truncate(MAX_JSON_BYTES + 1)
-    refuse(checkpoint, "it has 67,108,865 bytes, 67,108,864 are the most")
 
 
 FIELDS = [
@@ -401,21 +343,11 @@ def test_no_generation_config_gets_through(checkpoint: Path, changes: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": []}, r"model_type \[\]"),
         ({"model_type": deep()}, r"model_type \[\[\[\[\[...\]\]\]\]\]"),
-        ({"architectures": 7}, "architectures = 7"),
         ({"vocab_size": 10**400}, r"vocab_size = about 2\*\*1329"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = about .* positive number"),
-        ({"rope_theta": float("inf")}, "rope_theta = inf"),
-        ({"head_dim": 0}, "head_dim = 0"),
-        ({"eos_token_id": 10**400}, "eos_token_id = about"),
         ({"eos_token_id": [[3]]}, "eos_token_id"),
-        ({"dtype": {}}, "dtype = {}.*text"),
-        ({"hidden_act": ""}, "hidden_act = ''"),
-        ({"rope_parameters": {**YARN, "mscale": "x", "mscale_all_dim": 1.0}}, "mscale = 'x'"),
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "yarn computes no rotation with them"),
-        ({"rope_parameters": {**YARN, "truncate": "no"}}, "truncate = 'no'"),
-        ({"rope_parameters": {**YARN, "rope_type": []}}, r"rope_type = \[\]"),
         (
             {
                 "rope_scaling": {
@@ -443,27 +375,11 @@ def test_every_value_can_be_shown(value: Any):
     assert "\n" not in text
 
 
-def test_values_that_break_when_shown():
-    class Broken:
-        def __repr__(self) -> str:
-            raise KeyError("no")
-
-    assert shown([Broken()]) == "[<Broken, whose repr raises KeyError>]"
-    assert [shown(v) for v in ((1,), (), [], {"a": [1, 2]}, 10**39)] == [
-        "(1,)",
-        "()",
-        "[]",
-        "{'a': [1, 2]}",
-        str(10**39),
-    ]
-
-
-# -- tokenizers
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"])
 @pytest.mark.parametrize(
-    "content", [*RAW.values(), b"\0" * 100, '{"model": {"type": "BPE"}}'], ids=[*RAW, "zeros", "half"]
+    "content",
+    [RAW["deep"], RAW["cut"], b"\0" * 100, '{"model": {"type": "BPE"}}'],
+    ids=["deep", "cut", "zeros", "half"],
 )
 def test_tokenizers_that_are_garbage_are_refused_before_the_weights(
     checkpoint: Path, name: str, content: str | bytes, monkeypatch: pytest.MonkeyPatch
@@ -475,9 +391,6 @@ def test_tokenizers_that_are_garbage_are_refused_before_the_weights(
     monkeypatch.setattr(models, "load_model", never)
     error = start(str(checkpoint))
     assert error is not None and "tokenizer" in str(error)
-
-
-# -- trained sets
 
 
 @pytest.fixture
@@ -514,14 +427,10 @@ def test_no_configuration_of_a_set_gets_through(
     ("changes", "words"),
     [
         ({"gamma": 10**9}, "gamma must be 1024 or less"),
-        ({"gamma": 2.5}, "gamma takes integer"),
         ({"gamma": 1000}, r"embeddings is \(3, 32\), wanted \(1000, 32\)"),
-        ({"num_layers": 10**9}, "num_layers must be 1 to 10000"),
         ({"d_model": 10**9}, "d_model must be 1 to"),
         ({"start_rank": 32}, "unknown entries: start_rank"),
         ({"adapter": {"rank": 10**6, "alpha": 8.0, "layers": [2]}}, "adapters.2.down.down is|wanted .1000000,"),
-        ({"adapter": {"rank": 4, "alpha": 10**400, "layers": [2]}}, "alpha"),
-        ({"adapter": {"rank": True, "alpha": 1.0, "layers": [2]}}, "rank takes integer"),
     ],
 )
 def test_sets_are_held_against_their_files(

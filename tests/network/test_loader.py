@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kits.tiny import full_logits
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import CapabilityError, ConfigError
@@ -20,12 +21,11 @@ from paceline.model.decoder import Decoder
 from paceline.model.families import decoder_config
 from paceline.model.rope import RopeConfig
 from paceline.weights import zoo
-from paceline.weights.loader import load_model, load_weights
-from paceline.weights.names import weight_map
-from paceline.weights.source import load_tokenizer, load_vocabulary, parse_device, read_config, resolve, resolve_folder
+from paceline.weights.loader import load_model
+from paceline.weights.source import load_tokenizer, load_vocabulary, resolve, resolve_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from checkpoints import LLAMA3_ROPE, build  # noqa: E402  (the builders live beside the parity tests)
+from checkpoints import build  # noqa: E402  (the builders live beside the parity tests)
 
 LLAMA = {
     "model_type": "llama",
@@ -44,21 +44,7 @@ def load(folder: Path, dtype: str = "float32", **options: Any) -> Decoder:
 
 
 def outputs(decoder: Decoder) -> torch.Tensor:
-    """[9, vocab] logits of a fixed prompt through the first half of the network's interface: embed and head."""
-    from paceline.model.attention.base import Segment
-    from paceline.model.base import Batch
-
-    c, rows = decoder.config, 9
-    positions = torch.arange(rows)
-    plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], positions)
-
-    class Cache:
-        k = [torch.zeros(c.num_kv_heads, rows, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
-        v = [torch.zeros(c.num_kv_heads, rows, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
-
-    with torch.inference_mode():
-        state = decoder.embed(Batch(positions + 5, positions, slice(0, rows), plan))
-        return decoder.logits(decoder.run_layers(state, 0, c.num_layers, Cache()))
+    return full_logits(decoder, range(5, 14))
 
 
 @pytest.fixture
@@ -77,9 +63,6 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-
-
-# --- how checkpoints may be stored ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama2", "phi3"])
@@ -106,26 +89,6 @@ def test_tied_and_untied_heads(tmp_path: Path):
         load(tmp_path)
 
 
-# --- what is said about broken ones ---------------------------------------------------------------------------
-
-
-def test_parameters_are_nan_until_loaded():
-    decoder = Decoder(decoder_config(LLAMA), ReferenceAttention(), dtype=torch.float32)
-    assert all(p.isnan().all() for p in decoder.parameters())
-    with pytest.raises(ConfigError, match="not loaded"):
-        decoder.finish()
-
-
-def test_every_parameter_has_a_source(tmp_path: Path):
-    """No parameter that the weight map forgets, and no two pieces on the same rows."""
-    for family in ("llama2", "llama3", "qwen2", "qwen3", "phi3", "llama-biased", "gemma3", "smollm3"):
-        build(family, tmp_path / family)
-        decoder = Decoder(read_config(tmp_path / family), ReferenceAttention(), dtype=torch.float32)
-        assert {piece.into for piece in weight_map(decoder.config)} == {name for name, _ in decoder.named_parameters()}
-        load_weights(decoder, tmp_path / family)
-        decoder.assert_loaded()
-
-
 def test_one_nan_in_the_checkpoint_is_found(checkpoint: Path):
     edit_weights(checkpoint, lambda t: t["model.layers.1.mlp.down_proj.weight"].view(-1)[77:78].fill_(torch.nan))
     with pytest.raises(ConfigError, match=r"layers\.1\.down\.weight hold NaN"):
@@ -135,10 +98,6 @@ def test_one_nan_in_the_checkpoint_is_found(checkpoint: Path):
 def _truncate(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def _garbage(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
 
 
 def _drop(name: str) -> Callable[[Path], None]:
@@ -154,10 +113,7 @@ def _reshape(folder: Path) -> None:
 
 
 def _integers(folder: Path) -> None:
-    edit_weights(
-        folder,
-        lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-    )
+    edit_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
 
 
 def _pickle_only(folder: Path) -> None:
@@ -168,9 +124,7 @@ def _pickle_only(folder: Path) -> None:
     ("damage", "message"),
     [
         (_truncate, "truncated or not safetensors"),
-        (_garbage, "truncated or not safetensors"),
         (_drop("model.layers.2.self_attn.v_proj.weight"), r"misses tensor layers\.2\.self_attn\.v_proj\.weight"),
-        (_drop("lm_head.weight"), r"misses tensor lm_head\.weight"),
         (_add, r"unexpected tensor model\.layers\.0\.mlp\.extra\.weight"),
         (_reshape, r"k_proj\.weight.*shape is \[64, 64\].*asks for \[32, 64\]"),
         (_integers, "quantised weight"),
@@ -178,10 +132,7 @@ def _pickle_only(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "not readable as JSON"),
-        (lambda folder: (folder / "config.json").write_text("[1]"), "not an object"),
-        (lambda folder: edit(folder, num_hidden_layers=4), r"misses tensors layers\.3\."),
         (lambda folder: edit(folder, num_hidden_layers=2), "unexpected tensors.*and 6 more"),
-        (lambda folder: edit(folder, vocab_size=201), r"\[200, 64\].*\[201, 64\]"),
     ],
 )
 def test_damage_is_named(checkpoint: Path, damage: Callable[[Path], object], message: str):
@@ -198,30 +149,16 @@ def test_a_missing_shard_is_named(tmp_path: Path):
         load(tmp_path)
 
 
-# --- configurations -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "'gpt2'.*not a supported.*llama.*qwen3"),
-        ({"model_type": None}, "None.*not a supported"),
         ({"model_type": "mystery", "auto_map": {"AutoModel": "x.Y"}}, "brings its own code, which is never run"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
-        ({"hidden_size": "16"}, "hidden_size = '16'.*integer"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0.*at least 1"),
-        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps.*positive"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps.*positive"),
-        ({"num_attention_heads": 3}, "hidden_size = 16.*multiple"),
         ({"num_key_value_heads": 3}, "must divide"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings.*true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"hidden_act": "gelu_new"}, "gelu_new.*silu, relu and gelu"),
         ({"rope_scaling": {"type": "longest"}}, "rope type 'longest'.*llama3"),
-        ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
-        ({"rope_scaling": 4}, "rope_scaling = 4.*object"),
-        ({"rope_theta": 0}, "rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised with 'fp8'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a language model"),
@@ -230,15 +167,6 @@ def test_a_missing_shard_is_named(tmp_path: Path):
 def test_bad_configs_are_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         decoder_config({k: v for k, v in {**LLAMA, **changes}.items() if v is not None})
-
-
-def test_both_spellings_of_the_rope_parameters():
-    old = {"rope_theta": 500.0, "rope_scaling": {**LLAMA3_ROPE, "type": "llama3"}}
-    for entry in ("rope_type", "rope_theta"):
-        old["rope_scaling"].pop(entry)
-    new = {"rope_parameters": LLAMA3_ROPE}
-    assert decoder_config({**LLAMA, **old}) == decoder_config({**LLAMA, **new})
-    assert decoder_config({**LLAMA, **old}) != decoder_config(LLAMA)
 
 
 def test_rotations_that_rewrite_old_keys_limit_the_context():
@@ -314,7 +242,6 @@ def test_layers_that_rotate_nothing():
     [
         ("gpt-oss", "mixture of experts"),
         ("qwen3_moe", "mixture of experts"),
-        ("qwen35", "recurrent"),
         ("lfm2", "recurrent"),
         ("gemma4", "every layer"),
         ("gemma3", "pictures"),
@@ -323,16 +250,6 @@ def test_layers_that_rotate_nothing():
 def test_families_that_are_known_and_not_built_are_named(kind: str, message: str):
     with pytest.raises(CapabilityError, match=f"'{kind}'.*not built.*{message}.*gemma3_text"):
         decoder_config({**LLAMA, "model_type": kind})
-
-
-# --- names, devices, tokenizers -------------------------------------------------------------------------------
-
-
-def test_devices():
-    assert parse_device("cpu") == torch.device("cpu")
-    for wrong in ("tpu", "meta", f"cuda:{torch.cuda.device_count()}"):
-        with pytest.raises(ConfigError, match=wrong):
-            parse_device(wrong)
 
 
 def test_folders_and_names(checkpoint: Path):

@@ -100,9 +100,6 @@ def test_a_rank_reads_and_holds_its_part(dtype: str, monkeypatch: pytest.MonkeyP
     assert all(abs(2 * part / reads[0] - 1) < 0.03 for part in reads[1:])
 
 
-# -- bad input
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -13,13 +13,13 @@ import torch
 from kits.native import needs_kernels
 from kits.tiny import assemble, run, tiny_config, tiny_decoder
 
-from paceline import LLM, SamplingParams
+from paceline import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.kernels import layers as compiled_layers
 from paceline.kernels.linear import NativeAdapters
 from paceline.model.adapters import AdapterConfig, LowRank, linear_shapes
 from paceline.model.decoder import Decoder
-from paceline.model.rope import RopeConfig, RopeTable
+from paceline.model.rope import RopeTable
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CONFIG = tiny_config(head_dim=16, max_position=4096)
@@ -83,32 +83,6 @@ def answers(engine: Engine, seed: int, names: Sequence[str | None] | None = None
     ]
 
 
-# ---- the table of angles
-
-
-@pytest.mark.usefixtures("slow_growth")
-def test_a_table_that_grows_under_many_threads_holds_the_angles_of_one() -> None:
-    rope = RopeConfig(dim=8)
-
-    def fresh() -> RopeTable:
-        return RopeTable(rope, torch.float32, torch.device("cpu"))
-
-    alone = fresh()
-    places = [torch.arange(0, 5000, 7), torch.arange(900, 1100), torch.arange(4000, 4100), torch.tensor([2047, 2048])]
-    wanted = [alone.rows(p) for p in places]
-    halves = alone.now.halves
-    for _ in range(3):
-        shared = fresh()
-        found = together(*(partial(shared.rows, p) for p in places * 2))
-        for pair, oracle in zip(found, wanted * 2, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(pair, oracle, strict=True))
-        assert len(shared.now) == len(alone.now), "no block twice"
-        assert all(torch.equal(a, b) for a, b in zip(shared.now.halves, halves, strict=True))
-
-
-# ---- engines
-
-
 @pytest.mark.usefixtures("slow_growth")
 @pytest.mark.parametrize("compiled", KERNELS)
 def test_engines_over_one_target_answer_as_one_alone(compiled: bool) -> None:
@@ -137,20 +111,3 @@ def test_adapters_are_packed_once_however_many_ask(monkeypatch: pytest.MonkeyPat
     adapter = LowRank(AdapterConfig(layers=(0, 1)), linear_shapes(CONFIG)).start()
     found = together(*[lambda: stack.adapters(adapter)] * 4)
     assert all(packed is found[0] for packed in found) and stack.adapters(adapter) is found[0]
-
-
-@pytest.mark.usefixtures("slow_growth")
-def test_two_llms_that_share_a_target() -> None:
-    """Through the front door, one of them with a drafter, over text that needs a second block of the table."""
-    options: dict[str, Any] = {"max_sequences": 2, "max_model_len": 1400}
-    first = LLM("paceline-small-draft", **options)
-    texts = [prompt(1100, 1), prompt(1200, 2)]
-
-    def answer(llm: LLM, ids: list[int]) -> list[int]:
-        return llm.generate([{"prompt_token_ids": ids}], GREEDY)[0].outputs[0].token_ids
-
-    wanted = [answer(LLM("paceline-small-draft", **options), ids) for ids in texts]
-    second = LLM("paceline-small-draft", share=first, drafter="ngram", budget=4, **options)
-    assert second.decoder is first.decoder
-    found = together(lambda: answer(first, texts[0]), lambda: answer(second, texts[1]))
-    assert found == wanted

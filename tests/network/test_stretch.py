@@ -12,9 +12,8 @@ from kits.gguf_files import NUMBERS, write
 from kits.native import needs_kernels
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams
-from paceline.runtime.rank_worker import facts_of
 from paceline.weights.files import FINGERPRINT, fingerprint
-from paceline.weights.source import read_config, resolve, resolve_folder
+from paceline.weights.source import read_config, resolve_folder
 
 write_stretched = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "stretch.py"))["write_stretched"]
 PROMPTS = ["Once upon a time", "def add(a, b):"]
@@ -50,17 +49,6 @@ def test_drafters_of_the_original_draft_the_same(twice: Path, tmp_path: Path) ->
         assert sum(accepted for *_, accepted in found) > 10
 
 
-@needs_kernels
-def test_exits_of_the_original_serve_the_mirror_round(twice: Path, tmp_path: Path) -> None:
-    exits = write_stretched("paceline-small-exits", tmp_path / "exits", 2)
-    draft = "draft_model:paceline-small-draft"
-    found = [
-        answers(model, draft, f"mirror,heads={heads}")
-        for model, heads in (("paceline-small", "paceline-small-exits"), (twice, exits))
-    ]
-    assert found[0] == found[1] and sum(accepted for *_, accepted in found[0]) > 10
-
-
 def test_what_was_trained_for_layers_by_number_is_refused(twice: Path) -> None:
     with pytest.raises(CapabilityError, match="has num_layers=12, .* has 24"):
         LLM(str(twice), drafter="streams:paceline-small-streams")
@@ -76,12 +64,6 @@ def test_the_fingerprint_is_what_lets_drafters_fit(twice: Path, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CapabilityError, match="whose weights differ"):
         LLM(str(tmp_path), drafter="eagle:paceline-small-eagle")
-
-
-@needs_kernels
-def test_a_draft_process_with_another_number_of_layers_is_refused(twice: Path) -> None:
-    mine, theirs = (facts_of(resolve(model)) for model in ("paceline-small", str(twice)))
-    assert mine.weights != theirs.weights and mine.weights.split()[0] == theirs.weights.split()[0]
 
 
 @needs_kernels

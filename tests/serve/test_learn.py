@@ -43,8 +43,3 @@ def test_requests_are_kept_unless_they_say_store_false(tmp_path: Path) -> None:
         first, _ = ring.read()
         choices = said["choices"]
         assert isinstance(choices, list) and first.answer == choices[0]["token_ids"]
-
-
-def test_off_is_said_in_words() -> None:
-    with live_server() as server:
-        assert learning(server.url) == {"state": "off: nothing of any request is kept, and nothing is learned"}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx2 as httpx
 import jsonschema
 import pytest
-from kits.server import LiveServer, live_server
+from kits.server import LiveServer
 from kits.tools import CITY
 
 from paceline.core.outputs import Chunk
@@ -25,14 +24,8 @@ TOOLS: list[Any] = [{"name": "weather", "description": "of a city", "input_schem
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with live_server("--chat-template", "hermes", environment={"PACELINE_API_KEYS": "sesame"}) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="sesame", max_retries=0)
+def client(hermes: LiveServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=hermes.url, api_key="none", max_retries=0)
 
 
 def test_the_client_reads_text_whole_and_streamed_and_counts_the_same_tokens(client: anthropic.Anthropic) -> None:
@@ -67,10 +60,9 @@ def test_an_answer_goes_on_from_its_beginning(client: anthropic.Anthropic) -> No
     assert rest.type == "text" and not rest.text.startswith(whole.text[:8])
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_calls_whole_and_streamed(client: anthropic.Anthropic, choice: Any) -> None:
+def test_calls_whole_and_streamed(client: anthropic.Anthropic) -> None:
     same: dict[str, Any] = {"model": MODEL, "max_tokens": 120, "extra_body": COLD, "messages": ASK, "tools": TOOLS}
-    same["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
+    same["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     found = client.messages.create(**same)
     [block] = found.content
     assert block.type == "tool_use" and block.name == "weather" and found.stop_reason == "tool_use"
@@ -142,9 +134,6 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "a format": (
         {"max_tokens": 2, "messages": ASK, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
         400, "'output_config.format' is not supported"),
-    "an edit": (
-        {"max_tokens": 2, "messages": ASK, "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-        400, "context_management.edits.0.type"),
     "an empty stop": ({"max_tokens": 2, "messages": ASK, "stop_sequences": [""]}, 400, "stop_sequences.0"),
     "another's block": (
         {"max_tokens": 2, "messages": [{"role": "assistant", "content": [
@@ -152,24 +141,15 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "no such tool": (
         {"max_tokens": 2, "messages": ASK, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}},
         400, "weather"),
-    "a tool's name": (
-        {"max_tokens": 2, "messages": ASK, "tools": [{"name": "\x81é", "input_schema": {}}]}, 400, "name"),
     "a tool without a name": (
         {"max_tokens": 2, "messages": ASK, "tools": TOOLS, "tool_choice": {"type": "tool"}}, 400, "must name a tool"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_errors_have_anthropic_s_form(server: LiveServer, case: str) -> None:
+def test_errors_have_anthropic_s_form(hermes: LiveServer, case: str) -> None:
     body, status, words = WRONG[case]
-    found = httpx.post(f"{server.url}/v1/messages", json=body, headers={"x-api-key": "sesame"})
+    found = httpx.post(f"{hermes.url}/v1/messages", json=body, headers={"x-api-key": "sesame"})
     said = found.json()
     assert found.status_code == status and said["type"] == "error" and words in said["error"]["message"], said
     assert said["error"]["type"] in ("invalid_request_error", "not_found_error")
-
-
-def test_keys_are_asked_for(server: LiveServer) -> None:
-    with pytest.raises(anthropic.AuthenticationError, match="key is missing"):
-        anthropic.Anthropic(base_url=server.url, api_key="frog", max_retries=0).messages.create(
-            model=MODEL, max_tokens=2, messages=ASK
-        )

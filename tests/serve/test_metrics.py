@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.serve.acceptance import acceptance
 from paceline.serve.metrics import HISTOGRAMS, Metrics, merged
 from paceline.serve.models import speculation
 
@@ -116,15 +115,6 @@ def test_the_parts_of_a_requests_time_add_up(engine: Engine) -> None:
     parts = [found[f"paceline:request_{name}_time_seconds_sum", ()] for name in ("queue", "prefill", "decode")]
     assert all(part >= 0 for part in parts) and sum(parts) == pytest.approx(stats["elapsed_ms"] / 1e3)
     assert found["paceline:request_time_per_output_token_seconds_sum", ()] == pytest.approx(parts[2] / 23)
-
-
-def test_acceptance_by_source_depth_and_application(engine: Engine) -> None:
-    found = acceptance(counters(engine))
-    assert found["by_application"][""]["accepted"] == found["accepted"] > 0
-    part = found["by_source"]["draft_model"]
-    assert sum(part["accepted_by_depth"]) == part["accepted"] == found["accepted"]
-    assert found["by_depth"] == pytest.approx(engine.snapshot().stats.depth_acceptance)
-    assert found["mean_accepted_length"] == pytest.approx(1 + found["accepted"] / found["passes"])
 
 
 def test_a_drafter_that_failed_is_shown(engine: Engine) -> None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2 as httpx
 import pytest
@@ -98,28 +92,6 @@ def test_a_message_is_answered_and_compared(page: Browser, server: LiveServer, w
 
 
 @needs_chromium
-def test_examples_are_sent_and_a_second_ask_says_that_lookups_remember(page: Browser, server: LiveServer) -> None:
-    opened(page, server, 420)
-    put(page, "tokens", "8")
-    examples = page.all("#examples button")
-    assert len(examples) == 3 and all(one.is_displayed() for one in examples)
-    examples[0].click()
-    page.until(lambda: "the same tokens" in page.text("#speed"), "the plain run has ended")
-    text = page.text("#examples button")
-    assert page.text("#log .user").endswith(text) and not examples[0].is_displayed()
-    assert "Asked before" not in page.text("#speed")
-    page.one("clear").click()
-    assert examples[0].is_displayed()
-    for source, remembered in (("", True), ("suffix", False)):
-        page.until(lambda: page.text("#state") == "ready", "it is ready")
-        if source:
-            switch(page, source)
-        page.one("text").send_keys(f"{text}\n")
-        page.until(lambda: "the same tokens" in page.text("#speed"), "the plain run has ended")
-        assert ("Asked before, and look-ups (suffix) remember its answer" in page.text("#speed")) is remembered
-
-
-@needs_chromium
 def test_stop_sources_schema_and_errors(page: Browser, server: LiveServer) -> None:
     opened(page, server)
     page.run(  # a click when the first tokens are there: one from here may come after the end of the answer
@@ -154,40 +126,6 @@ def test_stop_sources_schema_and_errors(page: Browser, server: LiveServer) -> No
     page.until(lambda: page.text("#state") == "refused", "the server refuses it")
     assert "nothing" in page.text("#problem") and page.one("text").get_attribute("value") == "Who?"
     assert page.text("#log") == said  # the message stands in its box alone
-
-
-@needs_chromium
-def test_a_server_that_is_gone_and_comes_back(page: Browser, server: LiveServer) -> None:
-    opened(page, server, 420)
-    begin(page)
-    os.kill(server.process.pid, signal.SIGKILL)  # no test behind this one has the fixture's server
-    page.until(lambda: page.one("problem").is_displayed(), "it says so")
-    assert "gone" in page.text("#state") and len(page.all("#log .token")) > 3
-    assert page.one("send").is_enabled()
-    with stand_in(int(server.url.rpartition(":")[2])):
-        page.until(lambda: page.text("#state") == "ready", "it is found again")
-        assert page.text("#sources label") == " other"
-
-
-@contextmanager
-def stand_in(port: int) -> Iterator[None]:
-    """What the page asks of a server that has just come up, at once."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            engine = {"speculation": {"sources": ["other"]}}
-            told = {"data": [{"id": "a"}], "drafter": "other", "max_nodes": 4, "engine": engine}
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(told).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield
-        made.shutdown()
 
 
 def begin(page: Browser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx2 as httpx
@@ -12,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 from kits.grammars import SCHEMA
-from kits.server import LiveServer, live_server
+from kits.server import LiveServer
 from pydantic import BaseModel
 
 from paceline import LLM, SamplingParams
@@ -21,17 +20,6 @@ from paceline.core.grammar import Grammar
 ASK: list[Any] = [{"role": "user", "content": "Who lives in Paris?"}]
 MODEL = "paceline-small"
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with live_server("--budget", "8") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -98,20 +86,14 @@ def test_structured_outputs_as_vllm_has_them(client: openai.OpenAI, kind: str) -
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "two": ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "two grammars"),
     "two of vLLM's": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "two grammars"),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "needs a schema"),
     "a keyword": ({"structured_outputs": {"json": {"type": "object", "uniqueItems": True}}}, "uniqueItems"),
-    "unmet": ({"structured_outputs": {"json": {"type": "integer", "minimum": 3, "maximum": 1}}}, "greater than"),
     "a pattern": ({"structured_outputs": {"regex": "[a-"}}, "unclosed"),
     "too long": ({"structured_outputs": {"regex": "a" * 70_000}}, "characters"),
     "ignore_eos": ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
     "a template's argument": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs='tools'"),
-    "messages again": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs='messages'"),
-    "a prompt": ({"chat_template_kwargs": {"add_generation_prompt": False}}, "='add_generation_prompt'"),
     "no variable": ({"chat_template_kwargs": {"enable_thinking": False}}, "='enable_thinking': it is not a variable"),
     "a search": ({"web_search_options": {}}, "'web_search_options' is not supported"),
-    "sound": ({"modalities": ["text", "audio"]}, "modalities.1"),
     "functions": ({"functions": [{"name": "f"}]}, "unknown field: functions"),
     "an image": ({"prediction": {"type": "content", "content": [{"type": "image", "text": "a"}]}}, "prediction"),
 }
@@ -122,23 +104,6 @@ def test_what_cannot_be_met_is_a_400_in_words(server: LiveServer, case: str) -> 
     fields, words = WRONG[case]
     found = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, **fields})
     assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
-
-
-def test_others_go_on_while_a_grammar_is_compiled(client: openai.OpenAI) -> None:
-    """Many new schemas beside a stream: it is answered, and so are they."""
-    stream = client.completions.create(
-        model=MODEL, prompt="Once", max_tokens=150, stream=True, extra_body={"ignore_eos": True}
-    )
-    texts = []
-    for i in range(5):
-        wanted = {"json": {"type": "object", "properties": {f"k{i}": {"enum": [i]}}, "required": [f"k{i}"]}}
-        wanted["json"]["additionalProperties"] = False
-        found = client.completions.create(
-            model=MODEL, prompt="It", max_tokens=30, extra_body={"structured_outputs": wanted}
-        )
-        texts.append(json.loads(found.choices[0].text))
-    assert texts == [{f"k{i}": i} for i in range(5)]
-    assert sum(1 for _ in stream) > 10
 
 
 def test_a_prediction_is_drafted_from_and_counted(client: openai.OpenAI) -> None:
@@ -178,14 +143,6 @@ def test_a_chat_is_drawn_as_in_the_terminal_where_nothing_says_how(client: opena
 def test_a_request_names_itself(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=2, extra_body={"request_id": "mine"})
     assert found.id == "chatcmpl-mine"
-
-
-def test_a_bias_reaches_the_model(client: openai.OpenAI, server: LiveServer) -> None:
-    found = httpx.post(f"{server.url}/tokenize", json={"prompt": " sea", "add_special_tokens": False}).json()["tokens"]
-    same: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 3, "temperature": 0}
-    biased = client.completions.create(**same, logit_bias={str(found[0]): 100}, extra_body={"return_token_ids": True})
-    assert biased.choices[0].model_extra is not None
-    assert biased.choices[0].model_extra["token_ids"] == [found[0]] * 3
 
 
 def test_a_model_without_a_template_for_tools_says_so(server: LiveServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import httpx2 as httpx
 import jsonschema
 import openai
 import pytest
-from kits.server import LiveServer, live_server
+from kits.server import LiveServer
 from kits.tools import CITY
 
 from paceline import LLM
 from paceline.core.grammar import Grammar
 from paceline.serve.config import ServeConfig
+from paceline.serve.parsers import FAMILIES, ToolParser
 from paceline.serve.schemas import Function
 from paceline.serve.texts import renderer
 from paceline.serve.tools import bound, family_of
@@ -30,21 +30,10 @@ TOOLS: list[Any] = [
 SCHEMAS = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with live_server("--chat-template", "hermes") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str | None, list[tuple[str, str]], str | None]:
+def streamed(hermes_client: openai.OpenAI, **fields: Any) -> tuple[str | None, list[tuple[str, str]], str | None]:
     """Content, calls and finish reason of a stream."""
     content, calls, ids, reason = "", list[list[str]](), list[str](), None
-    for chunk in client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, stream=True, **fields):
+    for chunk in hermes_client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, stream=True, **fields):
         [choice] = chunk.choices
         content += choice.delta.content or ""
         for call in choice.delta.tool_calls or []:
@@ -60,14 +49,11 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str | None, list[tup
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_calls_that_must_be_are_valid_whole_and_streamed(
-    client: openai.OpenAI, choice: Any, temperature: float
-) -> None:
-    for seed in range(3):
-        same: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 120, "tool_choice": choice}
+def test_calls_that_must_be_are_valid_whole_and_streamed(hermes_client: openai.OpenAI, choice: Any) -> None:
+    for seed in range(2):
+        same: dict[str, Any] = {"seed": seed, "temperature": float(seed), "max_tokens": 120, "tool_choice": choice}
         same["parallel_tool_calls"] = False
-        found = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, **same).choices[0]
+        found = hermes_client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, **same).choices[0]
         assert found.message.tool_calls is not None and found.message.content is None
         [call] = found.message.tool_calls
         assert call.type == "function"
@@ -76,17 +62,17 @@ def test_calls_that_must_be_are_valid_whole_and_streamed(
         assert call.function.name == "weather" or not named
         assert found.finish_reason == ("stop" if named else "tool_calls")
         expected = [(call.function.name, call.function.arguments)]
-        assert streamed(client, **same) == (None, expected, found.finish_reason)
-        alone = client.chat.completions.create(
+        assert streamed(hermes_client, **same) == (None, expected, found.finish_reason)
+        alone = hermes_client.chat.completions.create(
             model=MODEL, messages=ASK, tools=TOOLS, **same, extra_body={"speculation": False}
         )
         [other] = alone.choices[0].message.tool_calls or []
         assert other.type == "function" and other.function == call.function
 
 
-def test_several_calls(client: openai.OpenAI) -> None:
+def test_several_calls(hermes_client: openai.OpenAI) -> None:
     """A bias against the end makes more than one."""
-    found = client.chat.completions.create(
+    found = hermes_client.chat.completions.create(
         model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required", seed=1, max_tokens=200,
         logit_bias={"1": -100, "2": -100},
     )  # fmt: skip
@@ -97,7 +83,7 @@ def test_several_calls(client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-def test_the_template_is_told_of_tools_and_of_calls(client: openai.OpenAI) -> None:
+def test_the_template_is_told_of_tools_and_of_calls(hermes_client: openai.OpenAI) -> None:
     said: list[Any] = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [
@@ -106,7 +92,7 @@ def test_the_template_is_told_of_tools_and_of_calls(client: openai.OpenAI) -> No
     ]  # fmt: skip
 
     def tokens(**fields: Any) -> int:
-        found = client.chat.completions.create(model=MODEL, max_tokens=1, **fields)
+        found = hermes_client.chat.completions.create(model=MODEL, max_tokens=1, **fields)
         assert found.usage is not None
         return found.usage.prompt_tokens
 
@@ -115,13 +101,13 @@ def test_the_template_is_told_of_tools_and_of_calls(client: openai.OpenAI) -> No
     assert tokens(messages=said, tools=TOOLS) > tokens(messages=ASK, tools=TOOLS) + 10
 
 
-def test_a_call_whose_closing_tag_is_cut_leaves_no_content(client: openai.OpenAI) -> None:
+def test_a_call_whose_closing_tag_is_cut_leaves_no_content(hermes_client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": TOOLS, "temperature": 0}
     same["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
-    whole = client.chat.completions.create(**same, max_tokens=120)
+    whole = hermes_client.chat.completions.create(**same, max_tokens=120)
     assert whole.usage is not None and whole.choices[0].finish_reason == "stop"
     for fewer in range(1, 8):
-        cut = client.chat.completions.create(**same, max_tokens=whole.usage.completion_tokens - fewer).choices[0]
+        cut = hermes_client.chat.completions.create(**same, max_tokens=whole.usage.completion_tokens - fewer).choices[0]
         assert (cut.finish_reason, cut.message.content) == ("length", None)
         assert cut.message.tool_calls
 
@@ -159,9 +145,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_meant_is_a_400_in_words(server: LiveServer, case: str) -> None:
+def test_what_cannot_be_meant_is_a_400_in_words(hermes: LiveServer, case: str) -> None:
     fields, words = WRONG[case]
-    found = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, **fields})
+    found = httpx.post(f"{hermes.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, **fields})
     assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
 
 
@@ -187,60 +173,9 @@ TALK: list[Any] = [
     {"role": "assistant", "content": "Rain, sun."},
     {"role": "user", "content": "Thanks."},
 ]  # fmt: skip
-WRITTEN = {
-    "hermes": """<s><|im_start|>system
-Be short.<|im_end|>
-<|im_start|>user
-Weather?<|im_end|>
-<|im_start|>assistant
-<tool_call>
-{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 1}}
-</tool_call>
-<tool_call>
-{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 2}}
-</tool_call><|im_end|>
-<|im_start|>tool
-<tool_response>
-rain
-</tool_response>
-<tool_response>
-sun
-</tool_response><|im_end|>
-<|im_start|>assistant
-Rain, sun.<|im_end|>
-<|im_start|>user
-Thanks.<|im_end|>
-<|im_start|>assistant
-""",
-    "llama3": """<s><|start_header_id|>system<|end_header_id|>
-
-Be short.<|eot_id|><|start_header_id|>user<|end_header_id|>
-
-Weather?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
-
-{"name": "weather", "parameters": {"city": "K\u00f6ln", "day": 1}}; {"name": "weather", "parameters": \
-{"city": "K\u00f6ln", "day": 2}}<|eot_id|><|start_header_id|>ipython<|end_header_id|>
-
-rain<|eot_id|><|start_header_id|>ipython<|end_header_id|>
-
-sun<|eot_id|><|start_header_id|>assistant<|end_header_id|>
-
-Rain, sun.<|eot_id|><|start_header_id|>user<|end_header_id|>
-
-Thanks.<|eot_id|><|start_header_id|>assistant<|end_header_id|>
-
-""",
-    "mistral": """<s>[INST] Weather?[/INST]\
-[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 1}, "id": "234567891"}, \
-{"name": "weather", "arguments": {"city": "K\u00f6ln", "day": 2}, "id": "234567892"}]</s>\
-[TOOL_RESULTS] {"content": "rain", "call_id": "234567891"}[/TOOL_RESULTS]\
-[TOOL_RESULTS] {"content": "sun", "call_id": "234567892"}[/TOOL_RESULTS] Rain, sun.</s>[INST] Be short.
-
-Thanks.[/INST]""",
-}
 
 
-@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_shipped_templates_write_what_their_family_reads(family: str) -> None:
     template = ServeConfig(chat_template=family).template() or ""
 
@@ -252,10 +187,21 @@ def test_the_shipped_templates_write_what_their_family_reads(family: str) -> Non
         return str(made[0][0])
 
     assert family_of(template) == family
-    assert written(None) == WRITTEN[family]
-    before, after = written(TOOLS).split('{"type": "function"' if family != "llama3" else '{\n    "type"', 1)
-    place = {"hermes": "Be short.\n\n", "llama3": "Be short.\n\n", "mistral": "Rain, sun.</s>[AVAILABLE_TOOLS] ["}
-    assert place[family] in before and '"weather"' in after and '"now"' in after
+    text, results = written(None), ("Weather?", "rain", "sun", "Rain, sun.", "Thanks.")
+    begin = min(text.index(mark) for mark in ("<tool_call>", "[TOOL_CALLS]", '{"name"') if mark in text)
+    end = min(text.index(mark, begin) for mark in ("<|eot_id|>", "<|im_end|>", "</s>") if mark in text)
+    parser, calls = ToolParser(family), list[list[str]]()
+    for kind, piece in parser.feed(text[begin:end]) + parser.end():
+        if kind == "name":
+            calls.append([piece, ""])
+        elif kind == "arguments":
+            calls[-1][1] += piece
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("weather", {"city": "K\u00f6ln", "day": day}) for day in (1, 2)
+    ]
+    places = [text.index(word) for word in results]
+    assert places == sorted(places) and "Be short." in text and "K\u00f6ln" in text
+    assert len(text) + 100 < len(told := written(TOOLS)) and '"weather"' in told and '"now"' in told
 
 
 def test_families_by_their_templates() -> None:

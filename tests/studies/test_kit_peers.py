@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import peer_runs, peers
 from kit.peers import PEERS, WORKERS, Peer, PeerError, PeerKind, PeerMode
 
-from paceline.bench.config import BenchConfig, Progress
-from paceline.bench.records import Method, Report
+from paceline.bench.records import Method
 
 sys.path.insert(0, str(WORKERS))  # as the workers themselves find their neighbours
 
@@ -130,32 +128,8 @@ class TestProtocol:
         assert peer.about["omp"] is None
         assert peer.version == "1.2"
 
-    def test_a_mode_without_draft_gets_none(self, fake: Callable[..., Peer]) -> None:
-        assert fake("plain", draft=True).about["request"]["draft"] is None
-
-    def test_none_is_plain(self, fake: Callable[..., Peer]) -> None:
-        assert fake("none").about["request"]["mode"] == "plain"
-
-    def test_what_a_library_prints_goes_to_the_log(self, fake: Callable[..., Peer]) -> None:
-        peer = fake()
-        assert "a library prints what it likes" in peer.log.read_text()
-
-    def test_a_refusal_leaves_the_worker_running(self, fake: Callable[..., Peer]) -> None:
-        peer = fake()
-        with pytest.raises(PeerError, match="RuntimeError: prompt too long"):
-            peer.run([[100]], 1)
-        assert peer.run([[1]], 2).outputs == [[2, 3]]
-
 
 class TestFailures:
-    def test_load(self, fake: Callable[..., Peer]) -> None:
-        with pytest.raises(PeerError, match="failed at 'load': ValueError: no such weights"):
-            fake("broken")
-
-    def test_death_at_load_quotes_the_log(self, fake: Callable[..., Peer]) -> None:
-        with pytest.raises(PeerError, match=r"(?s)ended during 'load' with status 3.*out of memory, says the library"):
-            fake("dead")
-
     def test_death_in_a_run_and_after(self, fake: Callable[..., Peer]) -> None:
         peer = fake()
         with pytest.raises(PeerError, match="status 7"):
@@ -174,26 +148,3 @@ class TestFailures:
         assert time.monotonic() - began < 30
         assert not peer.alive
         assert wait_for(lambda: gone(peer.about["child"]))
-
-    def test_what_is_no_json(self, fake: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(peers, "KILL_AFTER_S", 0.2)  # it does not end by itself
-        with pytest.raises(PeerError, match="not the protocol: b'loading ... done'"):
-            fake(name="babble")
-
-    @pytest.mark.parametrize(("what", "said"), [(103, "0 outputs for 1 prompts"), (104, "surprise")])
-    def test_a_reply_without_sense(self, fake: Callable[..., Peer], what: int, said: str) -> None:
-        with pytest.raises(PeerError, match=said):
-            fake().run([[what]], 1)
-
-
-# -- in a run
-
-
-def config(**changes: Any) -> BenchConfig:
-    """Seconds of work: two short prompts."""
-    values: dict[str, Any] = {"model": "paceline-small", "workloads": ("wikisql",), "prompts": 2, "repeats": 2}
-    return BenchConfig(**{**values, "max_new_tokens": 8, "threads": 1, **changes})
-
-
-def run(asked: BenchConfig, progress: Progress | None = None) -> Report:
-    return peer_runs.PeerRun(asked, progress=progress).execute()

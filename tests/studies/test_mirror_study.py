@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,7 @@ import pytest
 import torch
 from mirror_parts.forecast import Parts
 
-from paceline.runtime.placement import cores
-
 pytest.importorskip("matplotlib")
-needs_two_cores = pytest.mark.skipif(not {0, 1} <= {*cores()}, reason="needs the cores 0 and 1")
 
 
 def run(out: Path, *arguments: str) -> dict[str, Any]:
@@ -39,26 +35,7 @@ def test_table_1_inverted(tmp_path: Path) -> None:
         assert own["without"][1] < own["all"][1] < 0.2
 
 
-def test_tracks_join_twice_and_choose_where_ranks_join_twice_a_layer(tmp_path: Path) -> None:
-    """What is computed is measured; a pass is that and its joins, alpha log2 G + beta M each."""
-    found = run(tmp_path, "tracks_law")
-    for tracks in (2, 4):
-        own, ranks, *alone = [way for way in found["ways"] if (way["tracks"], way["rows"]) == (tracks, 1)]
-        assert (own["joins"], ranks["joins"], [way["joins"] for way in alone]) == (3, 2 * 2 + 2, [0, 0])
-        assert 0.98 < own["parameters"] / ranks["parameters"] < 1.02
-        for way in (own, ranks):
-            slope = (way["ms"][-1] - way["ms"][0]) / (found["alphas_ms"][-1] - found["alphas_ms"][0])
-            assert slope == pytest.approx(way["joins"] * math.log2(tracks)) and way["ms"][0] > way["compute_ms"] > 0
-
-
 PARTS = Parts(prefix=10.0, exit=1.0, suffix=10.0, host=0.5, send=0.2, draft=8.0, verdict=0.4, fresh=3.0)
-
-
-def steps(reuse: float, fallback: float) -> list[dict[str, Any]]:
-    """Of a request, by turns behind an outcome that was prepared for and one that was not, which take so many ms."""
-    kinds = [(1.0, True), *[(reuse, False), (fallback, True)] * 6]
-    own = {"told": True, "window": 4, "exposed": 0.1}
-    return [own | {"wall": wall, "reused": reused} for wall, reused in kinds]
 
 
 @pytest.mark.full
@@ -74,17 +51,3 @@ def test_what_is_counted(tmp_path: Path) -> None:
     simulated = run(tmp_path, "simulated", "--measured", str(tmp_path / "law.json"))
     assert simulated["label"] == "virtual clock" and simulated["costs"] == {"exit": 0.06, "verdict": 0.02}
     assert all(0 < one["ratio"] <= one["most"] < 1.5 / 1.08 + 1e-9 for one in simulated["runs"].values())
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@needs_two_cores
-@pytest.mark.parametrize("name", ["law", "figure_3a", "figure_4", "figure_5"])
-def test_what_is_timed_runs(name: str, tmp_path: Path) -> None:
-    found = run(tmp_path, name, "--tasks", "sql")
-    if name == "law":
-        assert found["all"] > sum(found["steps"].values()) > 0 and len(found["ms"]) == 4
-        assert all(ms > 0 for parts in found["parts"].values() for ms in parts.values())
-        assert found["forecast"]["alone"] > found["parts"]["alone"]["prefix"] + found["parts"]["alone"]["suffix"]
-    elif name == "figure_3a":
-        assert [len(point["accepted"]) for point in found["points"]] == [2, 2]

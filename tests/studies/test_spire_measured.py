@@ -57,11 +57,3 @@ def test_tau_from_the_engine(tmp_path: Path, drafts: dict[str, Path], monkeypatc
     taus = taus_of(str(tmp_path / "table_1.json"))
     assert taus == {(row["draft"], row["context"]): row[NOISE][0] for row in rows} and len(taus) == 6
     assert any("MagicDec" in row["draft"] and row["greedy"][0] > 2 for row in rows)
-
-
-def test_costs_of_this_machine(tmp_path: Path) -> None:
-    """Training by k passes beside a plain network, and both tables of costs; figures themselves are luck here."""
-    (only,) = run(tmp_path, "training_throughput", "--here", "--repeats", "1")["batches"]
-    assert only["whole"] > 0 and only["seconds"].keys() == {"k passes", "plain", "target"}
-    nodes = run(tmp_path, "budgets", "--here", "--repeats", "1")
-    assert len(nodes["nodes"]) == 10 and min(nodes["law"].values()) >= 0

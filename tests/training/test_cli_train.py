@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toolkit import COLOURS, CONTEXT, Stopper, losses, write_target
+from toolkit import CONTEXT, Stopper, losses, write_target
 from typer.testing import CliRunner, Result
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
 from paceline.cli.train_progress import Bar
-from paceline.core.errors import ConfigError
-from paceline.train import answers
-from paceline.train.answers import AnswerConfig, making, sidecar
+from paceline.train.answers import sidecar
 from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.train.trainer import CHECKPOINT
 from paceline.weights.source import load_tokenizer
@@ -74,9 +72,6 @@ def wait_for(condition: Callable[[], bool], work: subprocess.Popen[str], seconds
         assert work.poll() is None, work.communicate()[1]
         assert time.monotonic() < until, "it takes too long"
         time.sleep(0.05)
-
-
-# ---- models
 
 
 def test_a_run_goes_on_where_it_stopped(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
@@ -134,9 +129,6 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
     assert (refused.exit_code, "which are what a cache holds" in said(refused)) == (2, True)
 
 
-# ---- mistakes
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -145,15 +137,12 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
             ["nonsense"],
             "Known kinds: draft_model, streams, medusa, exits, lyanna, eagle, spire, tracks, answers",
         ),
-        (["none.toml", "--data", ".", "--out", "{out}"], "none.toml: there is no such file"),
         (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
-        ([*DRAFT, "--data", "none.jsonl", "--out", "{out}", *SMALL], "there is no such file"),
         ([*DRAFT, "--data", "{data}=many", "--out", "{out}"], "the weight is not a number"),
         (
             [*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"],
             "heads=5, kv_heads=2: heads must divide d_model",
         ),
-        ([*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--learning-rate", "3"], "must be below 1"),
         (
             ["streams", "--target", "{target}", "--data", "{data}", "--out", "{out}", "--prompt-weight", "0.5"],
             "streams with prompt_weight=0.5: prompt tokens carry no streams",
@@ -179,9 +168,6 @@ def losses_with_steps(out: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-# ---- signals
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     number: signal.Signals, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
@@ -199,9 +185,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     for folder in (out, tmp_path / "whole"):
         assert stopped(step + 3, lambda folder=folder: run(*args, "--out", folder)).exit_code == 130
     assert losses_with_steps(out).items() <= losses_with_steps(tmp_path / "whole").items()
-
-
-# ---- answers
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -240,7 +223,6 @@ def test_answers_are_the_targets_own_and_train_a_draft(
     ("change", "message"),
     [
         (["--temperature", "0.5"], "their temperature is 0.0, this command's 0.5"),
-        (["--length", "44"], "their piece is 40, this command's 44"),
         (["--target", "other"], "their target is"),
         (["--data", "other"], "their source is 'boxes.jsonl', this command's 'story.txt'"),
     ],
@@ -264,50 +246,3 @@ def test_answers_of_another_making_are_not_gone_on_with(
     done = run(*args, *change)
     assert (done.exit_code, "which says what made them, cannot be read" in said(done)) == (2, True)
     assert out.read_bytes() == kept
-
-
-def test_answers_that_another_file_holds_are_refused(data: Path, target: Path, tmp_path: Path) -> None:
-    encoder, config, source = (
-        Encoder(load_tokenizer(target), CONTEXT),
-        AnswerConfig(piece=40),
-        SourceSpec(file=str(data)),
-    )
-
-    def echo(prompts: Any, seeds: Any) -> Any:
-        return prompts
-
-    out = tmp_path / "a.jsonl"
-    said: list[str] = []
-    assert answers.write(out, source, encoder, config, echo, "mark", 7, said.append) == 24
-    assert [text.split(" answers")[0] for text in said] == ["7 of 24", "14 of 24", "21 of 24", "24 of 24"]
-    lines = out.read_text("utf-8").splitlines(keepends=True)
-    out.write_text("".join(lines[1:]), encoding="utf-8")
-    with pytest.raises(ConfigError, match="its line 1 answers another prompt"):
-        answers.write(out, source, encoder, config, echo, "mark")
-    out.write_text('{"prompt": "no ids"}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match="line 1: it is not an answer"):
-        answers.write(out, source, encoder, config, echo, "mark")
-    assert making(source, config, "mark") == json.loads(sidecar(out).read_text("utf-8"))
-
-
-def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(
-    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    """A real process, stopped in mid-work: whole lines, and in the end those of a run that was not stopped."""
-    many = tmp_path / "many.jsonl"
-    lines = [{"prompt": f"Is box {i} {c}?", "completion": "Yes."} for i in range(5000) for c in COLOURS]
-    many.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    out = tmp_path / "a.jsonl"
-    args = ["answers", "--target", target, "--data", many, "--length", "60", "--batch", "4"]
-    work = process(*args, "--out", out)
-    wait_for(lambda: out.is_file() and out.stat().st_size > 0, work)
-    work.send_signal(signal.SIGINT)
-    _, errors = work.communicate(timeout=60)
-    assert work.returncode == 130, errors
-    assert f"are kept, continue: paceline train answers --target {target}" in " ".join(errors.split())
-    kept = records(out)
-    assert 0 < len(kept) < len(lines)
-    whole = [str(len(kept) + 3)]
-    assert run(*args, "--out", out, "--limit", *whole).exit_code == 0
-    assert run(*args, "--out", tmp_path / "b.jsonl", "--limit", *whole).exit_code == 0
-    assert out.read_bytes() == (tmp_path / "b.jsonl").read_bytes()

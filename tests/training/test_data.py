@@ -36,9 +36,6 @@ def write(folder: Path, name: str, *lines: Any) -> Path:
     return path
 
 
-# ---- files
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_both_forms_are_read(suffix: str, tmp_path: Path) -> None:
     turns = {"turns": ["a?", "more"], "reference": ["b"], "id": 3}
@@ -81,9 +78,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match="it cannot be read"):
         list(read_documents(tmp_path / "latin.txt"))
-
-
-# ---- tokens
 
 
 def test_a_dialogue_is_what_the_chat_template_says(encoder: Encoder) -> None:
@@ -150,8 +144,6 @@ def test_answers_are_learned_as_far_as_is_said(encoder: Encoder, data: Path) -> 
     assert SourceSpec(file="x").learned(whole) == whole
 
 
-# ---- rows
-
 documents = st.lists(st.tuples(st.integers(2, 30), st.integers(0, 40)), min_size=1, max_size=30)
 
 
@@ -183,15 +175,6 @@ def test_every_token_is_placed_once_and_no_document_is_split(
     assert all(
         np.array_equal(e.tokens, np.arange(e.tokens[0], e.tokens[0] + sizes[int(e.tokens[0])])) for r in rows for e in r
     )
-
-
-def test_sources_are_drawn_by_their_shares() -> None:
-    shares = (0.6, 0.3, 0.1)
-    mixture = Mixture([(5 * s, examples(20, seed=i, longest=20 + 20 * i)) for i, s in enumerate(shares)], 0)
-    for _ in range(600):
-        mixture.draw()
-    drawn = mixture._drawn / mixture._drawn.sum()
-    assert drawn.tolist() == pytest.approx(shares, abs=0.01)
 
 
 def test_the_order_is_a_function_of_the_seed() -> None:

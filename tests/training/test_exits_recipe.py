@@ -10,14 +10,13 @@ import pytest
 import torch
 from kits.tiny import VOCAB, tiny_decoder
 from safetensors.torch import load_file, save_file
-from toolkit import network
+from toolkit import job, network
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.papers.mirror.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load
-from paceline.papers.mirror.exits_recipe import DISTILL, KAPPAS, ExitRecipe
-from paceline.train.data import Example, SourceSpec, TokenBatch, collate
-from paceline.train.job import TrainingJob, finish, prepare
-from paceline.train.trainer import Phase, TrainConfig
+from paceline.papers.mirror.exits_recipe import DISTILL, ExitRecipe
+from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.job import finish, prepare
 from paceline.weights.files import fingerprint
 
 LAYERS = (1, 2)
@@ -81,21 +80,6 @@ def test_the_loss_is_its_formula(prompt_weight: float) -> None:
         assert a.any() and torch.allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_held_out_figures_are_counted() -> None:
-    batch = make_batch()
-    recipe = make_recipe(held_out={"all": [batch, batch]})
-    figures, rows = recipe.evaluate(), batch.weights > 0
-    p = logits_at(recipe, batch, recipe.target.config.num_layers).softmax(-1)[rows]
-    for layer in LAYERS:
-        said = logits_at(recipe, batch, layer)[rows].topk(max(KAPPAS)).indices
-        hits = {"accuracy": batch.targets[rows], "agreement": p.argmax(-1)}
-        for name, tokens in hits.items():
-            assert figures[f"{name}/all/{layer}"] == pytest.approx(float((said[:, 0] == tokens).float().mean()))
-        masses = [float(p.gather(-1, said[:, :kappa]).sum(-1).mean()) for kappa in KAPPAS]
-        assert [figures[f"mass_{k}/all/{layer}"] for k in KAPPAS] == pytest.approx(masses, rel=1e-4)
-        assert 0 < masses[0] < masses[1] < masses[2] < 1
-
-
 def test_a_trained_exit_says_in_the_target_what_it_said_in_training(tmp_path: Path) -> None:
     decoder = tiny_decoder(dtype=torch.float32)
     c = decoder.config
@@ -126,22 +110,9 @@ def test_tensors_that_are_missing_or_hold_nan_are_refused(tmp_path: Path) -> Non
         load(tmp_path / "nowhere", torch.float32)
 
 
-def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
-    config = TrainConfig(steps=20, warmup=2, precision="fp32", evaluate_every=20, learning_rate=1e-2)
-    values: dict[str, Any] = {
-        "kind": "exits",
-        "config": config,
-        "phases": [Phase(rows=4, length=48)],
-        "sources": [SourceSpec(file=str(data))],
-        "held_out": [SourceSpec(file=str(data), domain="boxes")],
-        "target": target,
-        "out": out,
-    }
-    return TrainingJob(**values | changes)
-
-
 def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Path) -> None:
-    made = job(data, target, tmp_path / "run")
+    config = {"steps": 20, "warmup": 2, "evaluate_every": 20, "learning_rate": 1e-2}
+    made = job("exits", data, target, tmp_path / "run", config)
     trainer = prepare(made)
     before = trainer.recipe.evaluate()["accuracy/boxes/1"]
     trainer.run()
@@ -154,6 +125,6 @@ def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Pat
         fingerprint(target),
     )
     assert trainer.recipe.evaluate()["accuracy/boxes/1"] > before
-    again = prepare(job(data, target, tmp_path / "again", init=result))
+    again = prepare(job("exits", data, target, tmp_path / "again", init=result))
     assert torch.equal(again.trained["down"].data, heads.down.data)
     assert not any(p.requires_grad for p in trainer.recipe.target.parameters())

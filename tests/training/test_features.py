@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from toolkit import examples, largest_file, losses, network, write_target
+from toolkit import examples, losses, network, write_target
 
-from paceline import kernels
 from paceline.core.errors import ConfigError
 from paceline.train import cache as caching
-from paceline.train.cache import RECORDS, SCORED, record
+from paceline.train.cache import RECORDS, SCORED
 from paceline.train.data import SourceSpec, collate
-from paceline.train.features import TOP, OnlineFeatures, needed_states
+from paceline.train.features import OnlineFeatures, needed_states
 from paceline.train.job import TrainingJob, prepare
-from paceline.train.network import Network
 from paceline.train.registry import KINDS
-from paceline.train.scoring import CompiledScorer, make_scorer
-from paceline.train.trainer import Phase, TrainConfig, plan, products
+from paceline.train.trainer import Phase, TrainConfig, plan
 
 DRAFT = {"layers": 1, "d_model": 16, "d_ff": 24, "heads": 2, "kv_heads": 2}
 PHASES = (Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96))
@@ -56,9 +50,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-# ---- online
-
-
 def test_online_gives_the_likeliest_tokens() -> None:
     target, batch = network(frozen=True), collate([examples(2), examples(1, seed=4)], 96, 0.5)
     hidden = target(batch)[batch.weights > 0]
@@ -67,25 +58,6 @@ def test_online_gives_the_likeliest_tokens() -> None:
     assert torch.equal(found.ids, ids)
     wanted = torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log()
     torch.testing.assert_close(found.log_probs.double(), wanted, rtol=2**-11, atol=1e-6)  # float16
-
-
-# ---- the cache
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_losses_with_a_cache_are_those_without(precision: str, data: Path, target: Path, tmp_path: Path) -> None:
-    """To rounding, since documents lie in other rows when they are scored; a second run scores nothing, bit for bit."""
-    config = {"precision": precision}
-    online, said, _ = train(job(data, target, tmp_path / "online", config=config))
-    assert said == []
-    cache = tmp_path / "cache"
-    made, said, weights = train(job(data, target, tmp_path / "made", config=config, cache=cache))
-    read, again, same = train(job(data, target, tmp_path / "read", config=config, cache=cache))
-    assert made == read
-    assert made == pytest.approx(online, rel=1e-5 if precision == "fp32" else 1e-2)
-    assert all(torch.equal(value, same[name]) for name, value in weights.items())
-    assert "bytes" in said[0] and "are free" in said[0]
-    assert again == []
 
 
 def test_states_are_kept_where_a_recipe_reads_them(
@@ -117,51 +89,8 @@ def test_states_are_kept_where_a_recipe_reads_them(
         lost.states(collate([examples(2)], 96))
 
 
-def test_the_layers_that_serve_score_as_the_network_does(target: Path) -> None:
-    """To bfloat16's rounding; and a document's scores, bit for bit, are its own whatever is scored beside it."""
-    network = Network.load(target, frozen=True)
-    cpu = torch.device("cpu")
-    compiled = make_scorer(target, network, True, partial(products, "bf16", cpu))
-    plain = make_scorer(target, network, False, partial(products, "fp32", cpu))
-    if kernels.library() is not None:
-        assert isinstance(compiled, CompiledScorer)
-    assert not isinstance(plain, CompiledScorer)
-    documents = [example.tokens for example in examples(3)]
-    states, said = compiled(documents, 5)
-    wanted, told = plain(documents, 5)
-    torch.testing.assert_close(states.float(), wanted, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(said.log_probs, told.log_probs, rtol=0.05, atol=0.05)
-    alone = [compiled([tokens], 5) for tokens in documents]
-    assert torch.equal(states, torch.cat([own for own, _ in alone]))
-    assert torch.equal(said.ids, torch.cat([own.ids for _, own in alone]))
-
-
-def test_another_run_scores_what_is_missing_alone(data: Path, target: Path, tmp_path: Path) -> None:
-    """Another seed, more steps, another mixture: what is there is kept, what is added is as if made at once."""
-    cache = tmp_path / "cache"
-    prepare(job(data, target, tmp_path / "a", cache=cache, config={"steps": 1}))
-    first = contents(cache)
-    sources = [SourceSpec(file=str(data.parent / "story.txt"), weight=3), SourceSpec(file=str(data))]
-    said: list[str] = []
-    more = job(data, target, tmp_path / "b", cache=cache, sources=sources, config={"steps": 9, "seed": 4})
-    prepare(more, (), said.append)
-    assert len(said) > 1
-    grown = contents(cache)
-    assert first.keys() == grown.keys()
-    for name in (name for name in first if name.endswith(RECORDS)):
-        old, new = (np.frombuffer(found[name], dtype=record(TOP, 300)) for found in (first, grown))
-        there = old["ids"].any(1)
-        assert len(new) >= len(old) and there.any()
-        assert np.array_equal(new[: len(old)][there]["ids"], old[there]["ids"])
-    with_it, said, _ = train(job(data, target, tmp_path / "c", cache=cache))
-    alone, _, _ = train(job(data, target, tmp_path / "d", cache=tmp_path / "other"))
-    assert with_it == pytest.approx(alone, rel=1e-5)
-
-
 @pytest.mark.parametrize(
-    "change",
-    [{"config": {"precision": "bf16"}}, {"target": "other"}, {"phases": PHASES[:1]}],
-    ids=str,
+    "change", [{"config": {"precision": "bf16"}}, {"target": "other"}, {"phases": PHASES[:1]}], ids=str
 )
 def test_what_says_something_else_lies_apart(change: dict[str, Any], data: Path, target: Path, tmp_path: Path) -> None:
     """Another target, precision, count or cut of the documents is scored anew, beside what is there."""
@@ -235,24 +164,3 @@ def test_damage_is_told(data: Path, target: Path, tmp_path: Path) -> None:
         prepare(made)
     assert records.is_file()  # what is there is somebody's
     assert run.step == 0
-
-
-def test_a_disk_that_is_too_small_is_told_before_a_byte_is_written(
-    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    said: list[str] = []
-    with pytest.raises(ConfigError, match=r"takes .* bytes .* are free"):
-        prepare(job(data, target, tmp_path / "out", cache=tmp_path / "deep" / "cache"), (), said.append)
-    assert len(said) == 1
-    assert not list(tmp_path.rglob(RECORDS))
-
-
-def test_a_disk_that_fills_up_is_told_and_gone_on_from(data: Path, target: Path, tmp_path: Path) -> None:
-    made = job(data, target, tmp_path / "out", cache=tmp_path / "cache")
-    with largest_file(5_000), pytest.raises(ConfigError, match="it cannot be written .* the same command continues"):
-        prepare(made)
-    said: list[str] = []
-    prepare(made, (), said.append)  # with room again
-    assert "tokens to score" in said[0]

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from kits.tiny import VOCAB
-from toolkit import examples, network
+from toolkit import examples, job, network
 
 from paceline.core.errors import ConfigError
 from paceline.draft.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load, read_config
-from paceline.train.data import SourceSpec, collate
+from paceline.train.data import collate
 from paceline.train.features import OnlineFeatures
-from paceline.train.job import TrainingJob, finish, prepare
+from paceline.train.job import finish, prepare
 from paceline.train.recipes.heads import RANKS, HeadOptions, choose_anchors
 from paceline.train.recipes.medusa import MedusaRecipe, of_anchors
 from paceline.train.registry import BuildContext
-from paceline.train.trainer import Phase, TrainConfig
 from paceline.weights.files import fingerprint
 
 K = 3
@@ -57,23 +56,9 @@ def test_hit_rates_are_those_of_the_held_out_answers() -> None:
     assert make_recipe().hit_rates() == ()
 
 
-def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
-    config = TrainConfig(steps=6, warmup=1, precision="fp32", evaluate_every=3, learning_rate=1e-2)
-    values: dict[str, Any] = {
-        "kind": "medusa",
-        "options": {"depth": 2},
-        "config": config,
-        "phases": [Phase(rows=4, length=48)],
-        "sources": [SourceSpec(file=str(data))],
-        "held_out": [SourceSpec(file=str(data), domain="boxes")],
-        "target": target,
-        "out": out,
-    }
-    return TrainingJob(**values | changes)
-
-
 def test_a_run_gives_heads_for_its_target(data: Path, target: Path, tmp_path: Path) -> None:
-    made = job(data, target, tmp_path / "run", cache=tmp_path / "cache")
+    config, two = {"steps": 6, "evaluate_every": 3, "learning_rate": 1e-2}, {"depth": 2}
+    made = job("medusa", data, target, tmp_path / "run", config, options=two, cache=tmp_path / "cache")
     trainer = prepare(made)
     trainer.run()
     result = finish(made, trainer)
@@ -84,7 +69,7 @@ def test_a_run_gives_heads_for_its_target(data: Path, target: Path, tmp_path: Pa
     heads = load(result, torch.float32)
     for name, parameter in heads.named_parameters():
         assert torch.equal(parameter, trainer.trained[name].to(torch.bfloat16).float()) and parameter.any()
-    again = prepare(job(data, target, tmp_path / "again", init=result))
+    again = prepare(job("medusa", data, target, tmp_path / "again", options=two, init=result))
     assert torch.equal(again.trained["weight"].data, heads.get_parameter("weight").data)
     with pytest.raises(ConfigError, match="heads is 2"):
-        prepare(job(data, target, tmp_path / "other", init=result, options={"depth": 3}))
+        prepare(job("medusa", data, target, tmp_path / "other", init=result, options={"depth": 3}))

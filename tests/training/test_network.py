@@ -58,15 +58,6 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(ours.decoder.embedding.grad, model.model.embed_tokens.weight.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_documents_of_a_row_do_not_see_each_other() -> None:
-    made = network(frozen=True)
-    first, second = row(30, 1), row(25, 2)
-    together = made(collate([[first, second]], 60))[0]
-    torch.testing.assert_close(together[:30], made(collate([[first]], 30))[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(together[30:55], made(collate([[second]], 25))[0], rtol=1e-4, atol=1e-5)
-    assert bool(together[55:].isfinite().all())
-
-
 def hugging_face(layers: int = 3) -> dict[str, Any]:
     """The tiny configuration as a config.json, without its window."""
     shape = dataclasses.replace(SHAPE, layers=layers)

@@ -64,15 +64,10 @@ def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
     [
         ('recipe = "target"', "", "does not say its kind"),
         ("steps = 20", "stepps = 20", "TrainConfig has no 'stepps'. Did you mean 'steps'"),
-        ("steps = 20", 'steps = "20"', "steps='20': input should be a valid integer"),
         ("steps = 20", "steps = true", "steps=True: input should be a valid integer"),
         ("steps = 20", 'schedule = "flat"', "schedule='flat': input should be 'cosine', 'linear' or"),
-        ("rows = 4", "rows = [4]", "rows=.*: input should be a valid integer"),
-        ("weight = 2", "wight = 2", "Did you mean 'weight'"),
         ('file = "a.txt"', "", "file is missing"),
-        ("[data]", "colour = 1\n[data]", "Phase has no 'colour'"),
         ("prompt_weight", "promt_weight", "DataTable has no 'promt_weight'. Did you mean 'prompt_weight'"),
-        ("prompt_weight = 0.25", "prompt_weight = []", "prompt_weight=.*: input should be a valid number"),
         ("[options]\nlayers = 2\ngrow = [0, 1]\n", "options = 3\n", "options=3: input should be an object"),
         ("steps = 20", "steps = 0", "steps=0: steps must be 1 or more"),
         ("[train]", "[train", "not TOML"),
@@ -82,15 +77,6 @@ def test_mistakes_are_named(old: str, new: str, message: str, tmp_path: Path) ->
     assert old in TEXT
     with pytest.raises(ConfigError, match=message):
         read_recipe(write(tmp_path, TEXT.replace(old, new)))
-
-
-def test_an_unknown_option_of_a_kind_gets_a_hint(tmp_path: Path) -> None:
-    made = read_recipe(write(tmp_path, TEXT.replace("layers = 2", "layer = 2")))
-    with pytest.raises(ConfigError, match="TargetOptions has no 'layer'. Did you mean 'layers'"):
-        fill(TargetOptions, dict(made.options), made.where)
-
-
-# ---- data by a manifest
 
 
 def with_manifest(folder: Path, mark: str | None) -> None:
@@ -129,14 +115,6 @@ def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
     assert {s.file for s in (*made.sources, *made.held_out)} - {STDLIB} <= known.keys()
     measured = {name for name, entry in known.items() if entry.get("use") == "measuring"}
     assert not {s.file for s in made.sources} & measured  # nothing is trained on what is measured with
-
-
-# ---- kinds
-
-
-def test_an_unknown_kind_gets_a_hint() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'streams'.*Known kinds: draft_model, streams"):
-        kind("straems")
 
 
 @pytest.mark.parametrize(

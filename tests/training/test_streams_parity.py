@@ -21,10 +21,7 @@ from paceline.train.network import Network
 
 PROMPTS = [[*range(20, 62)], [*range(30, 41)], [8, 9]]  # the first is longer than the window of the middle layer
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-SETS: dict[str, dict[str, Any]] = {
-    "plain": {"layers": 2},
-    "shallow": {"layers": 1, "gamma": 2},
-}
+SETS: dict[str, dict[str, Any]] = {"plain": {"layers": 2}, "shallow": {"layers": 1, "gamma": 2}}
 
 
 def network() -> Network:

@@ -19,12 +19,11 @@ from paceline.model.rope import RopeTables
 from paceline.papers.streaming.model import StreamSet
 from paceline.papers.streaming.multistream import lossless_streams, main_pass, shared_pass
 from paceline.papers.streaming.recipe import StreamRecipe, StreamsOptions, build
-from paceline.train.carriers import choose_carriers, generated
-from paceline.train.data import Example, Mixture, TokenBatch, collate
+from paceline.train.carriers import choose_carriers
+from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.features import TOP
 from paceline.train.network import Network
 from paceline.train.registry import BuildContext
-from paceline.train.trainer import Phase, TrainConfig, Trainer
 from paceline.weights.files import fingerprint
 
 GAMMA = 3
@@ -74,27 +73,7 @@ def gradients(recipe: StreamRecipe, batch: TokenBatch) -> tuple[Tensor, dict[str
     return loss.detach(), {n: p.grad.clone() for n, p in recipe.module.named_parameters() if p.grad is not None}
 
 
-FORMS: list[dict[str, Any]] = [
-    {"mode": "lossless"},
-    {"mode": "shared"},
-]
-
-
-def test_carriers_are_the_rows_whose_next_token_is_generated() -> None:
-    batch = make_batch()
-    wanted = torch.zeros(2, 32, dtype=torch.bool)
-    wanted[0, 5:16] = True  # the last prompt row generates; the document's last token has no next
-    wanted[0, 17:27] = True  # text: all rows
-    wanted[1, 8:23] = True
-    wanted[1, 24 + 3 : 28] = True
-    assert torch.equal(generated(batch), wanted)
-    carriers = choose_carriers(batch)
-    assert len(carriers) == int(wanted.sum())
-    spans = [(keys.start, keys.stop) for _, keys in carriers.blocks]
-    assert spans == [(0, 16), (17, 27), (32, 55), (56, 60)]
-    cut = list(carriers.segments(4))
-    assert torch.equal(torch.cat([c.index for c in cut]), carriers.index)
-    assert max(map(len, cut)) == 4
+FORMS: list[dict[str, Any]] = [{"mode": "lossless"}, {"mode": "shared"}]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -157,9 +136,6 @@ def dense_loss(recipe: StreamRecipe, batch: TokenBatch) -> Tensor:
     return total + torch.nn.functional.cross_entropy(early, batch.tokens.flatten()[carriers.index + 1])
 
 
-# ---- where gradients go
-
-
 @pytest.mark.parametrize("options", [{"distill": 1.0}, {"distill": 0.4}], ids=str)
 def test_distillation_is_the_divergence_from_the_main_row_ahead(options: dict[str, Any]) -> None:
     """By hand: w KL(p at t + j || q_j at t) + (1 - w) CE, also of the likeliest tokens alone (rounded to float16)."""
@@ -189,95 +165,6 @@ def test_distillation_is_the_divergence_from_the_main_row_ahead(options: dict[st
     assert figures["kl"] == pytest.approx(torch.stack(means).mean().item(), rel=1e-3)
     if options["distill"] < 1:
         assert [figures[f"stream_{j}"] for j in range(1, GAMMA + 1)] == pytest.approx([x.item() for x in hard])
-
-
-def test_adapters_alone_are_plain_fine_tuning() -> None:
-    """gamma = 0: the next-token loss of a network whose weights have the adapters merged in."""
-    network, batch = make_network(), make_batch()
-    recipe = make_recipe(network, mode="shared", gamma=0, layers=4, prune_rank=0)
-    loss, figures = recipe.loss(batch, context())
-    adapters = recipe.module.adapters
-    assert adapters is not None
-    assert [*adapters.config.layers] == [0, 1, 2, 3]
-    weights = dict(network.decoder.named_parameters())
-    for layer, linear, down, up in adapters.pairs():
-        weights[f"layers.{layer}.{linear}.weight"].data.add_(adapters.scale * up.detach() @ down.detach())
-    logits = network.logits(network(batch))
-    rows = batch.weights > 0
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits[rows], batch.targets[rows]))
-    assert figures == {"main": pytest.approx(loss.item())}
-
-
-# ---- parameters, files, settings
-
-
-def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
-    recipe = make_recipe(make_network(torch.float32), mode="shared", application="sql")
-    facts = recipe.export(tmp_path)
-    loaded = StreamSet.load(tmp_path)
-    assert loaded.config == recipe.module.config
-    for name, value in recipe.module.tensors().items():
-        assert torch.equal(loaded.tensors()[name], value.to(torch.bfloat16))
-    assert facts["application"] == "sql"
-    assert facts["parameters"] == recipe.module.parameters_by_part()
-
-
-# ---- held-out figures
-
-
-def test_held_out_figures_by_hand() -> None:
-    network, batch = make_network(), make_batch()
-    batch.tokens = batch.tokens % 8
-    network.head_weight.data[8:] = 0.0  # few tokens are ever said, so that streams are right now and then
-    recipe = make_recipe(network, noise=0.1)
-    recipe.held_out = {"toy": [batch]}
-    figures = recipe.evaluate()
-    carriers = choose_carriers(batch)
-    main, streams, _ = eager_streams(network, recipe.module, batch, carriers)
-    says, logits = network.logits(main).argmax(-1), network.logits(streams)
-    runs, top_runs, hits, count = [], [], [0] * GAMMA, [0] * GAMMA
-    for row, flat in enumerate(carriers.index.tolist()):
-        b, t = divmod(flat, 32)
-        agreed, near = [], []
-        for j in range(1, GAMMA + 1):
-            if t + 1 + j < 32 and batch.documents[b, t + 1 + j] == batch.documents[b, t]:
-                order = logits[row, j - 1].argsort(descending=True).tolist()
-                agreed.append(order[0] == int(says[flat + j]))
-                near.append(int(says[flat + j]) in order[:3])
-                hits[j - 1] += agreed[-1]
-                count[j - 1] += 1
-        if agreed:
-            runs.append((agreed + [False]).index(False))
-            top_runs.append((near + [False]).index(False))
-    assert 0 < sum(runs) < sum(top_runs)
-    assert figures["accepted/toy"] == pytest.approx(sum(runs) / len(runs))
-    assert figures["accepted_top3/toy"] == pytest.approx(sum(top_runs) / len(top_runs))
-    for j in range(GAMMA):
-        assert figures[f"agreement/toy/{j + 1}"] == pytest.approx(hits[j] / count[j])
-    _, parts = recipe.loss(batch, context())
-    for j in range(1, GAMMA + 1):
-        assert figures[f"loss/toy/stream_{j}"] == pytest.approx(parts[f"stream_{j}"], rel=1e-5)
-
-
-# ---- runs
-
-
-def trainer(out: Path, steps: int, mode: str = "lossless", **options: Any) -> Trainer:
-    recipe = make_recipe(make_network(torch.float32), noise=0.0, mode=mode, **options)
-    examples = [example(20, 6, seed) for seed in range(4)]
-    config = TrainConfig(
-        steps=steps,
-        learning_rate=2e-2,
-        warmup=5,
-        schedule="linear",
-        weight_decay=0.0,
-        precision="fp32",
-        evaluate_every=0,
-    )
-    return Trainer(recipe, Mixture([(1.0, examples)], 0), [Phase(rows=4, length=40)], config, out)
-
-
-# ---- how the command builds it
 
 
 def build_context(folder: Path, network: Network | None, init: Path | None = None) -> BuildContext:

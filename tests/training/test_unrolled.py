@@ -17,7 +17,7 @@ from kits.eager_losses import eager_mse_cross_entropy
 from kits.state import steps_by_hand
 from kits.tiny import VOCAB, tiny_config
 from safetensors.torch import load_file
-from toolkit import examples, network
+from toolkit import examples, job, network
 from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError
@@ -26,19 +26,16 @@ from paceline.draft.fit import tokenizer_mark
 from paceline.draft.medusa.heads import Heads, HeadsConfig
 from paceline.draft.states.head import layer_json
 from paceline.papers.lyanna.model import LyannaModel, LyannaShape
-from paceline.papers.lyanna.token_info import TokenInfo
-from paceline.train.data import Example, SourceSpec, TokenBatch, collate
+from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.features import TOP, last_states, likeliest
-from paceline.train.job import TrainingJob, occurrences, prepare
-from paceline.train.recipes.heads import ALPHA, BRANCHES, Ahead, HeadRecipe, LayerOptions, choose_anchors, unroll
+from paceline.train.job import prepare
+from paceline.train.recipes.heads import ALPHA, Ahead, HeadRecipe, LayerOptions, choose_anchors, unroll
 from paceline.train.recipes.heads_start import start_from_target
 from paceline.train.recipes.medusa import DECAY, of_anchors
 from paceline.train.registry import BuildContext
-from paceline.train.trainer import TrainConfig
 from paceline.weights.source import load_tokenizer
 
 LAYER = layer_json(tiny_config())
-HOT = torch.arange(0, VOCAB, 3)
 
 
 def lyanna(seed: int = 1, **shape: Any) -> LyannaModel:
@@ -55,11 +52,7 @@ def eagle(seed: int = 1) -> EagleModel:
     return EagleModel.fresh(LAYER, EagleFacts(), torch.Generator().manual_seed(seed))
 
 
-MODELS = {
-    "lyanna": lambda: lyanna(),
-    "no first token": lambda: lyanna(first_token=False),
-    "eagle": eagle,
-}
+MODELS = {"lyanna": lambda: lyanna(), "no first token": lambda: lyanna(first_token=False), "eagle": eagle}
 
 
 def batch(prompt_weight: float = 0.0) -> TokenBatch:
@@ -71,9 +64,6 @@ def batch(prompt_weight: float = 0.0) -> TokenBatch:
 def wide(model: Any) -> Any:
     """In float64."""
     return model.double()
-
-
-# ---- the unrolled network is the one that drafts
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,23 +84,6 @@ def test_steps_equal_drafting_row_by_row(name: str) -> None:
             for step in range(min(3, ends - 1)):
                 torch.testing.assert_close(states[step][number], wanted[step], rtol=1e-9, atol=1e-10)
     assert len({int(p) for p in anchors.positions}) > 10
-
-
-# ---- token-info
-
-
-def test_token_info_is_its_formula() -> None:
-    """Factors and table against whole rows that are normed (section 4.1)."""
-    made = wide(TokenInfo(32, 5, VOCAB))
-    made.start(torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        made.gain.copy_(torch.randn(made.gain.shape, generator=torch.Generator().manual_seed(1)))
-    embedded = torch.randn(VOCAB, 32, dtype=torch.float64)
-    found = made.factors(embedded) @ made.table().t()
-    torch.testing.assert_close(found, eager(made, embedded), rtol=1e-10, atol=1e-12)
-
-
-# ---- the loss
 
 
 def medusa(seed: int = 1) -> Heads:
@@ -170,56 +143,6 @@ def test_the_loss_is_its_formula(form: str) -> None:
     assert all(p.grad is None for p in target.parameters())
 
 
-# ---- held-out figures
-
-
-@pytest.mark.parametrize("hot", [None, HOT], ids=["all", "hot"])
-def test_held_out_figures_by_hand(hot: Tensor | None) -> None:
-    """Of hot tokens alone these are drafted, and q has one value for all others together, as the loss has."""
-    target, data = network(2, frozen=True), batch()
-    drafted = torch.arange(VOCAB) if hot is None else hot
-    for seed in range(30):  # an untrained drafter is right by luck: one that is, twice in a row
-        model = lyanna(seed)
-        own = recipe(model, target, held_out={"x": [data, data]}, hot=hot)
-        found = own.evaluate()
-        if found["acceptance_top4/x/1"] > found["acceptance/x/1"] > 0 and found.get("acceptance_top4/x/2"):
-            break
-    with torch.no_grad():
-        true = target.final(last_states(target, data))
-        says = target.logits(true).argmax(-1).flatten()
-        states = unroll(model, true, data, choose_anchors(data), 3, target.embed)
-        anchors, counts = choose_anchors(data), {k: [[0, 0] for _ in range(3)] for k in (1, BRANCHES)}
-        accepted, losses = 0, [[], [], []]
-        for number, at in enumerate(anchors.index.tolist()):
-            alive = {1: True, BRANCHES: True}
-            for step in range(3):
-                ahead = Ahead.of(data, anchors.index[number : number + 1], step + 1)
-                if not ahead.weights > 0:
-                    break
-                logits = target.logits(states[step][number]) + eager(model.info, target.embed(ahead.tokens))[0]
-                following = data.tokens.flatten()[at + step + 2]
-                said = logits[drafted] if hot is None else F.pad(logits[drafted], (0, 1))
-                place = int((drafted == following).nonzero()) if following in drafted else len(drafted)
-                losses[step].append(float(F.cross_entropy(said, torch.tensor(place))))
-                for k in alive:
-                    counts[k][step][1] += alive[k]
-                    alive[k] = alive[k] and bool(
-                        (drafted[said[: len(drafted)].topk(k).indices] == says[at + step + 1]).any()
-                    )
-                    counts[k][step][0] += alive[k]
-                accepted += alive[1]
-    assert math.isclose(found["accepted/x"], accepted / len(anchors.index), rel_tol=1e-6)
-    for step in range(3):
-        for k, name in ((1, "acceptance"), (BRANCHES, f"acceptance_top{BRANCHES}")):
-            held, tried = counts[k][step]
-            assert math.isclose(found.get(f"{name}/x/{step + 1}", 0.0), held / max(1, tried), rel_tol=1e-6), (step, k)
-        assert math.isclose(found[f"ce/x/{step + 1}"], sum(losses[step]) / len(losses[step]), rel_tol=1e-4)
-    assert counts[BRANCHES][0][0] > counts[1][0][0] > 0 and counts[BRANCHES][1][0] > 0
-
-
-# ---- files
-
-
 def test_a_saved_lyanna_is_the_one_that_was_trained(tmp_path: Path) -> None:
     made = lyanna()
     made.save(tmp_path, torch.float32)
@@ -230,19 +153,6 @@ def test_a_saved_lyanna_is_the_one_that_was_trained(tmp_path: Path) -> None:
     made.save(tmp_path)
     half = LyannaModel.load(tmp_path)
     assert torch.equal(half.head.fc.weight, made.head.fc.weight.bfloat16().float())
-
-
-def test_a_saved_eagle_has_the_published_layout(tmp_path: Path) -> None:
-    made = eagle()
-    made.save(tmp_path, torch.float32)
-    found = EagleModel.load(tmp_path)
-    assert all(torch.equal(value, found.head.tensors()[name]) for name, value in made.head.tensors().items())
-    names = {f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"} | {
-        f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
-    }
-    assert found.head.tensors().keys() == names | {"fc.weight", "layers.0.post_attention_layernorm.weight"}
-    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    assert config["num_hidden_layers"] == 1 and config["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_published_heads_are_read(tmp_path: Path) -> None:
@@ -290,28 +200,15 @@ def test_broken_weights_are_refused(change: Any, message: str, tmp_path: Path) -
         LyannaModel.load(tmp_path)
 
 
-# ---- kinds
-
-
-def job(data: Path, target: Path, out: Path, kind: str, **changes: Any) -> TrainingJob:
-    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "evaluate_every": 0}
-    values: dict[str, Any] = {
-        "kind": kind,
-        "options": {"depth": 2, **changes.pop("options", {})},
-        "config": TrainConfig(**settings),
-        "sources": [SourceSpec(file=str(data)), SourceSpec(file=str(data.parent / "story.txt"), weight=0.5)],
-        "target": target,
-        "out": out,
-    }
-    return TrainingJob(**values | changes)
-
-
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Path, tmp_path: Path) -> None:
     from paceline.train.job import finish as write
     from paceline.train.job import run
 
-    made = [job(data, target, tmp_path / n, kind, cache=c) for n, c in (("a", None), ("b", tmp_path / "c"))]
+    two = {"depth": 2}
+    made = [
+        job(kind, data, target, tmp_path / n, options=two, cache=c) for n, c in (("a", None), ("b", tmp_path / "c"))
+    ]
     results = []
     for one in made:
         trained = run(one)
@@ -324,7 +221,7 @@ def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Pa
     assert facts.steps == 2 and facts.target == target.name and len(facts.fingerprint) == 64
     if kind == "lyanna":
         assert facts.tokenizer == tokenizer_mark(load_tokenizer(target))
-    again = prepare(job(data, target, tmp_path / "d", kind, init=results[0]))
+    again = prepare(job(kind, data, target, tmp_path / "d", options=two, init=results[0]))
     begun = dict(again.recipe.module.named_parameters())  # type: ignore[attr-defined]
     assert torch.equal(begun["head.fc.weight"].data, found.head.fc.weight)
 
@@ -348,17 +245,7 @@ def test_a_start_that_cannot_be_is_refused(data: Path, target: Path, tmp_path: P
     biased = network(2, frozen=True, qkv_bias=True)
     with pytest.raises(CapabilityError, match=r"start=target: its last layer has .*bias.*: a head's layer is Llama's"):
         start_from_target(eagle().head, biased, iter([batch()]))
-    made = prepare(job(data, target, tmp_path / "out", "eagle", options={"start": "target"}))
+    made = prepare(job("eagle", data, target, tmp_path / "out", options={"depth": 2, "start": "target"}))
     model: Any = made.recipe.module  # type: ignore[attr-defined]
     gates = {n: v for n, v in load_file(target / "model.safetensors").items() if n.endswith("gate_proj.weight")}
     assert torch.equal(model.head.tensors()["layers.0.mlp.gate_proj.weight"], gates[max(gates)].float())
-
-
-def test_occurrences_are_a_mean_over_the_sources() -> None:
-    specs = [SourceSpec(file="a", weight=1.0), SourceSpec(file="b", weight=3.0)]
-    given = [
-        [Example(torch.tensor([1, 1, 2, 3]).numpy())],
-        [Example(torch.tensor([3, 3]).numpy()), Example(torch.tensor([2, 4]).numpy())],
-    ]
-    shares = occurrences(specs, given, 6)
-    assert shares.tolist() == pytest.approx([0, 0.5 / 4, (0.25 + 0.75) / 4, (0.25 + 1.5) / 4, 0.75 / 4, 0])

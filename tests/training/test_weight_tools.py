@@ -15,13 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from kits import stream_sets
-from kits.stream_sets import MODEL, save_set
+from kits.stream_sets import MODEL
 from safetensors.torch import load_file, save_file
 from toolkit import run_until, trainer, write_data, write_target
 from train_target import TargetRecipe
 
-from paceline.papers.streaming.model import StreamSet
 from paceline.train.answers import AnswerConfig, write
 from paceline.train.data import Encoder, SourceSpec
 from paceline.train.network import Network
@@ -55,14 +53,6 @@ def run(*arguments: object, tool: str = "average_weights") -> subprocess.Complet
     return subprocess.CompletedProcess(command, status, said.getvalue(), complained.getvalue())
 
 
-def test_the_mean_has_the_later_ones_share_and_files(tmp_path: Path) -> None:
-    earlier, later, out = model(tmp_path / "a", 1.0), model(tmp_path / "b", 2.0), tmp_path / "out"
-    command = [sys.executable, TOOLS / "average_weights.py", earlier, later, "--share", "0.25", "--out", out]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-    assert torch.equal(load_file(out / "model.safetensors")["w"], torch.full((2, 3), 1.25, dtype=torch.bfloat16))
-    assert (out / "config.json").read_text() == '"b"'
-
-
 def test_a_stopped_run_becomes_a_model(tmp_path: Path) -> None:
     init, folder, out = tmp_path / "init", tmp_path / "run", tmp_path / "out"
     init.mkdir()
@@ -83,36 +73,12 @@ def test_a_stopped_run_becomes_a_model(tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_bytes() == (init / "tokenizer.json").read_bytes()
 
 
-def test_a_deeper_set_keeps_what_was_trained_and_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_sets, "MODEL", "paceline-small")  # the other has too few layers
-    target, layers, out = resolve_folder("paceline-small"), 3, tmp_path / "out"
-    found = StreamSet.load(save_set(tmp_path / "set", layers=layers - 1))
-    done = run(
-        tmp_path / "set", "--layers", layers, "--target", target, "--out", tmp_path / "out", tool="deepen_streams"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    made = StreamSet.load(out)
-    assert made.config.msa_layers == layers
-    assert made.config.adapter is not None
-    assert made.config.adapter.layers == (9, 10, 11)
-    kept = found.tensors()
-    for name, value in made.tensors().items():
-        if name in kept:
-            assert torch.equal(value, kept[name])
-        elif name.endswith("up"):
-            assert not value.any()
-    assert len(made.tensors()) > len(kept)
-
-
 def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
     folder = resolve_folder(MODEL)
     data = tmp_path / "data"
     data.mkdir()
     (data / "some.jsonl").write_text("".join(f'{{"prompt": "say {n}", "completion": "{n}"}}\n' for n in range(9)))
-    encoder, config = (
-        Encoder(load_tokenizer(folder), 64),
-        AnswerConfig(limit=5, piece=64, temperature=0.7),
-    )
+    encoder, config = (Encoder(load_tokenizer(folder), 64), AnswerConfig(limit=5, piece=64, temperature=0.7))
     said = iter([[7], [5, 6, 300], [], [9] * 40, [1, 2]])
     file = tmp_path / "answers" / "some.jsonl"
     file.parent.mkdir()

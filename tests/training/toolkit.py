@@ -16,6 +16,7 @@ from kits.tiny import VOCAB, tiny_config
 from train_target import TargetRecipe, train_tokenizer
 
 from paceline.train.data import Example, Mixture, SourceSpec
+from paceline.train.job import TrainingJob
 from paceline.train.network import Network
 from paceline.train.recipes.distillation import ModelShape
 from paceline.train.trainer import Phase, TrainConfig, Trainer
@@ -51,6 +52,16 @@ def write_target(folder: Path, data: Path, seed: int = 0) -> Path:
     return folder
 
 
+def job(kind: str, data: Path, target: Path | None, out: Path, config: Any = (), **changes: Any) -> TrainingJob:
+    """A run of two steps over both files, or as ``config`` and ``changes`` say."""
+    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "evaluate_every": 0} | dict(config)
+    sources = [SourceSpec(file=str(data)), SourceSpec(file=str(data.parent / "story.txt"), weight=0.5)]
+    values: dict[str, Any] = {"config": TrainConfig(**settings), "sources": sources, "target": target, "out": out}
+    if settings["evaluate_every"]:
+        values["held_out"] = [SourceSpec(file=str(data), domain="boxes")]
+    return TrainingJob(**{"kind": kind, **values, **changes})
+
+
 def network(seed: int = 1, frozen: bool = False, **changes: Any) -> Network:
     """A tiny random network in float32."""
     made = Network(tiny_config(**changes), frozen=frozen)
@@ -68,14 +79,7 @@ def examples(count: int, seed: int = 0, longest: int = 40) -> list[Example]:
 def trainer(out: Path, recipe: Any = None, phases: list[Phase] | None = None, seed: int = 3, **config: Any) -> Trainer:
     """A run of a tiny target, or of ``recipe``, over random documents."""
     settings = TrainConfig(
-        **{
-            "steps": 6,
-            "learning_rate": 1e-2,
-            "warmup": 2,
-            "precision": "fp32",
-            "evaluate_every": 0,
-        }
-        | config
+        **{"steps": 6, "learning_rate": 1e-2, "warmup": 2, "precision": "fp32", "evaluate_every": 0} | config
     )
     mixture = Mixture([(1.0, examples(12)), (2.0, examples(20, seed=1))], seed, 0.1)
     rows = phases or [Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96)]

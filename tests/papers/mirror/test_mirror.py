@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -29,7 +25,6 @@ from kits.tiny import (
     tiny_decoder,
 )
 
-from paceline import LLM
 from paceline.api.assembly.drafting import make_budget
 from paceline.api.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
@@ -42,8 +37,6 @@ from paceline.engine.rounds import parse_round
 from paceline.model.decoder import Decoder
 from paceline.papers.mirror.exits import ExitHeads, ExitsConfig
 from paceline.papers.mirror.round import MirrorRound
-from paceline.weights.files import fingerprint
-from paceline.weights.source import resolve_folder
 
 DECODER = tiny_decoder()
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
@@ -276,27 +269,6 @@ def test_exits_that_do_not_fit_are_refused(changes: Any, options: str, wrong: st
         mirrored(f"mirror,exit=2,heads={tmp_path / 'nowhere'}")
 
 
-def test_exits_by_their_name_in_the_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LLM("paceline-small", kv_memory="64MiB")
-    own = fingerprint(resolve_folder("paceline-small"))
-    half = plain.decoder.num_layers // 2
-    for name, mark in (("right", own), ("wrong", "0" * 64)):
-        save_exits(tmp_path / f"{name}-exits", plain.decoder, layers=(half,), fingerprint=mark, target="paceline-small")
-        card = '{"role": "head", "description": "x", "parameters": 1, "target": "paceline-small"}'
-        (tmp_path / f"{name}-exits" / "zoo.json").write_text(card)
-    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
-    options: dict[str, Any] = {"kv_memory": "64MiB", "drafter": "ngram", "share": plain}
-    with pytest.raises(CapabilityError, match="whose weights differ from those of paceline-small"):
-        LLM("paceline-small", round="mirror,heads=wrong-exits", **options)
-    llm = LLM("paceline-small", round="mirror,heads=right-exits", **options)
-    round_: Any = llm.engine.round
-    assert round_.exit.heads is not None and round_.exit.layer == half
-    params = SamplingParams(temperature=0, max_tokens=8)
-    assert [o.outputs[0].token_ids for o in llm.generate("x = 1\n", params)] == [
-        o.outputs[0].token_ids for o in plain.generate("x = 1\n", params)
-    ]
-
-
 def test_its_budget_is_fixed() -> None:
     """The automatic budget adds times that this round lets pass at once."""
     options: dict[str, Any] = {"model": "any", "drafter": "draft_model:any", "round": "mirror"}
@@ -307,58 +279,3 @@ def test_its_budget_is_fixed() -> None:
         make_budget(LLMConfig(**options, budget="auto"), drafter(depth=3), target)
     with pytest.raises(ConfigError, match="mirror has no option 'kapa'"):
         LLMConfig(**options | {"round": "mirror,kapa=3"})
-
-
-def test_from_options_to_answers() -> None:
-    plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
-    mirror = LLM(
-        "paceline-small",
-        kv_memory="64MiB",
-        exact=True,
-        drafter="draft_model:paceline-small-draft,depth=3",
-        round="mirror,kappa=2,exit=3/4,rollout=beside",
-        share=plain,
-    )
-    params = SamplingParams(temperature=0, max_tokens=24)
-    texts = ["def read_lines(filename):\n", "SELECT name FROM"]
-    expected, found = plain.generate(texts, params), mirror.generate(texts, params)
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
-    assert sum(o.stats.accepted for o in found) > 5 and found[0].stats.off_reason is None
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_the_drafter_in_a_process_dies_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("CRITICAL", "paceline.engine.ahead")  # what is caught keeps the sessions alive
-    plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
-    mirror = LLM(
-        "paceline-small",
-        kv_memory="64MiB",
-        exact=True,
-        drafter="draft_model:paceline-small-draft,depth=3",
-        round="mirror,kappa=2,rollout=process",
-        share=plain,
-    )
-    params = SamplingParams(temperature=0, max_tokens=24)
-    texts = ["def read_lines(filename):\n", "SELECT name FROM"]
-    expected = [o.outputs[0].token_ids for o in plain.generate(texts, params)]
-
-    def drafted(llm: LLM) -> int:
-        found = llm.generate(texts, params)
-        assert [o.outputs[0].token_ids for o in found] == expected
-        return sum(o.stats.accepted for o in found)
-
-    assert drafted(mirror) > 5
-    worker: Any = mirror.engine.round.sessions._worker  # type: ignore[attr-defined]
-    pid = worker.pid
-    os.kill(pid, signal.SIGKILL)
-    drafted(mirror)
-    until = monotonic() + 60
-    while not drafted(mirror) and monotonic() < until:
-        sleep(0.2)
-    assert worker.starts == 2 and len(worker.faults) == 1 and f"pid {pid}" in worker.faults[0]
-    last = worker.pid
-    del mirror, worker
-    gc.collect()
-    with pytest.raises(ProcessLookupError):
-        os.kill(last, 0)

@@ -24,9 +24,6 @@ from paceline.model.packing import RowPacker
 from paceline.model.parallel import LOGITS, Ranks
 from paceline.papers.mirror.tracks import Tracks, load_tracks, track_share
 from paceline.papers.mirror.tracks_training import TracksNetwork, TracksOptions
-from paceline.train.data import Example, Mixture
-from paceline.train.network import Network
-from paceline.train.recipes.distillation import DraftModelRecipe
 from paceline.weights import zoo
 from paceline.weights.source import read_config, resolve
 
@@ -73,12 +70,6 @@ def answer(decoder: Tracks) -> Tensor:
     return torch.cat(found)
 
 
-@torch.inference_mode()
-def trained(network: TracksNetwork) -> Tensor:
-    batch = next(iter(Mixture([(1.0, [Example(torch.tensor(IDS).numpy(), 0)])], 0).batches(1, len(IDS))))
-    return (network(batch)[0] @ network.head_weight.T)[: len(IDS)]
-
-
 @EACH
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(
@@ -105,30 +96,6 @@ def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(
         assert own.joins.struct.bytes == rows * (merged + 32 * state + logits)
     held = sum(p.numel() for d in decoders for p in d.parameters())
     assert held < 1.1 * sum(p.numel() for p in load(tmp_path, kind).parameters())
-
-
-def test_training_reduces_the_loss(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    network = draft(tmp_path)
-    network.init_weights(1)
-    target = Network(read_config(tmp_path).track, frozen=True)  # not asked: distill=0
-    object.__setattr__(target.config, "vocab_size", 202)
-    options = TracksOptions(tracks=2, distill=0.0)
-    recipe = DraftModelRecipe(network, target, options, {}, {})
-    rows = [Example(torch.randint(8, 202, (24,), generator=generator).numpy(), 0) for _ in range(4)]
-    batch = next(iter(Mixture([(1.0, rows)], 0).batches(4, 24)))
-    optimizer, losses = torch.optim.AdamW(network.parameters(), lr=1e-2), []
-    for _ in range(30):
-        loss, _ = recipe.loss(batch, generator)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[0] > 5 and losses[-1] < 1
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in network.parameters())
-
-
-# -- the folder, and bad input
 
 
 def with_tokenizer(folder: Path) -> Path:

@@ -159,27 +159,3 @@ def test_the_papers_masks_keep_the_same_tokens(seed: int) -> None:
         assert len(verdict.rows) == 1 + len(order)
         if len(order) == 1:
             order, mask = [tree.root], torch.ones(1, 1, dtype=torch.bool)
-
-
-def test_after_a_verdict_children_are_asked_for_where_a_level_is_left() -> None:
-    """The newest level is empty, an older one survives: partial refill. All gone: the root alone is left to expand."""
-    tree = Flight(5, 0)
-    assert tree.tips(farthest=9) == [tree.root] and tree.tips(farthest=0) == []
-    tree.ask([tree.root])
-    a, b = tree.extend([Offer(tree.root, 1, -0.1), Offer(tree.root, 2, -0.5)])
-    tree.ask(tree.tips(9))
-    (below_b,) = tree.extend([Offer(b, 3, -0.1)])
-    (below_a,) = tree.extend([Offer(a, 3, -0.1)])
-    assert tree.tips(9) == [below_b, below_a]
-    tree.ask([below_b, below_a])
-    (deep,) = tree.extend([Offer(below_b, 4, -0.1)])
-    assert tree.tips(9) == [deep] and tree.tips(3) == []
-    tree.enter(9)
-    verdict = tree.say(1)
-    assert verdict.hit and verdict.alive == {a, below_a} and verdict.rows == (0, 1, 4)
-    assert tree.tips(9) == []  # children of what is left were asked for: they may still come
-    (late,) = tree.extend([Offer(a, 9, -0.3)])  # a late sibling, beside a level that is in flight
-    assert tree.waiting == [late] and tree.nodes[late].place == tree.nodes[below_a].place
-    assert tree.enter(4) == [late] and tree.nodes[late].row == 2
-    assert tree.say(9).rows == (0, 2) and tree.say(0) == Cut(3, 0, False, frozenset(), (0,))
-    assert tree.waiting == [tree.root] == tree.tips(9) and tree.nodes[tree.root].place == 3

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.static_tree import StaticTreeConfig
-from kit.synthetic import SyntheticConfig
 from kit.ticks import watch_ticks
 from kits.native import needs_kernels
 from kits.state import eagle, lyanna
-from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
+from kits.tiny import EOS, VOCAB, assemble, draft_model, run, streams, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.draft.base import DrafterSpec
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
-from paceline.draft.ngram import NgramConfig
 from paceline.draft.sessions import Ask, Grown
-from paceline.draft.suffix import SuffixConfig
 from paceline.engine.base import RoundParts
 from paceline.engine.engine import Engine
 from paceline.engine.rounds import parse_round
@@ -194,67 +190,6 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
             parse_round(f"pipeline,{bad}")
 
 
-def test_a_tick_that_is_interrupted_changes_no_token() -> None:
-    engine, round_, ticks = piped(drafter(), 4)
-    stage, left = round_.stage_line.stages[2], [9, 14]  # type: ignore[attr-defined]
-    whole = stage.run
-
-    def interrupted(frame: Any) -> Any:
-        if len(ticks) in left:
-            left.remove(len(ticks))
-            raise KeyboardInterrupt
-        return whole(frame)
-
-    stage.run = interrupted
-    jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    with pytest.raises(KeyboardInterrupt):
-        run(engine, jobs)
-    live = [*engine.live.values()]
-    with pytest.raises(KeyboardInterrupt):
-        while engine.busy:
-            engine.step()
-    while engine.busy:
-        engine.step()
-    assert [one.sequences[0].output_ids for one in live] == plain(jobs)
-    assert not left and round_.stage_line.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]
-
-
-# -- every source, every number of stages
-
-
-def sources(answers: Path) -> dict[str, Any]:
-    lookup, model = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
-    return {
-        "model": drafter(0.05),
-        "ngram": NgramConfig(),
-        "suffix": SuffixConfig(),
-        "hybrid": hybrid(f"{lookup}+{model}", noise=0.05, target={"config": CONFIG}),
-        "synthetic": SyntheticConfig(answers=str(answers), accept=0.8),
-    }
-
-
-# -- what is refilled, and when
-
-
-def test_aborts_and_ends_with_levels_in_flight() -> None:
-    engine, round_, _ = piped(drafter(0.0), 8)
-    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
-    live = [engine.live[name] for name in names]
-    while len(live[1].sequences[0].output_ids) < 5:
-        engine.step()
-    flight = next(running.flight for running in round_._running.values() if running.sequence is live[1].sequences[0])
-    assert flight is not None and len(flight.nodes) > 4
-    engine.abort(names[1])
-    while engine.busy:
-        engine.step()
-    said = [one.sequences[0].output_ids for one in (live[0], live[2])]
-    assert said == plain([(PROMPTS[0], GREEDY), (PROMPTS[2], GREEDY)])
-    assert engine.pool.idle and not round_.busy
-
-
-# -- many requests, other trees
-
-
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_requests_share_the_rows_of_a_level(rows: int) -> None:
     """SpecPipe-DB: levels of all requests in one tensor, never more rows than given but for texts, nobody starves."""
@@ -280,9 +215,6 @@ def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
     assert max(entered[1:]) == 21  # the root, 1 + 1 + 6 * 3 nodes
     assert len(ticks) == 4 * (1 + 5)  # the prompt; 5 trees of 9 tokens, the last one cut short
     assert engine.round.failure is None
-
-
-# -- lossy rules
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

@@ -139,38 +139,6 @@ def test_answers_under_an_application_are_its_own() -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
-@pytest.mark.parametrize("kind", ["torch", "float32", "bfloat16", "int8"])
-def test_fast_layers_draft_what_the_reference_does(kind: str) -> None:
-    """On torch's kernels, and on compiled layers, whose heads are padded: the same distributions up to rounding, the
-    target's answers."""
-    dtype, compiled = torch.float32 if kind in ("torch", "float32") else torch.bfloat16, kind != "torch"
-    config = whole(head_dim=8, rope=RopeConfig(dim=4))
-    quant = "int8" if kind == "int8" else None  # exact: else its bits depend on the width where there are tiles
-    made = tiny_decoder(config, dtype=dtype, quant=quant, exact=quant is not None, compiled=compiled)
-    drafter = spire(config=config, dtype=dtype, compiled=compiled)
-    requests = [
-        (text(n, n), SamplingParams(temperature=t, max_tokens=24, ignore_eos=True, seed=n))
-        for n in (3, 40)
-        for t in (0.0, 0.8)
-    ]
-    expected = [o.outputs[0].token_ids for o in run(assemble(decoder=made), requests)]
-    engine = assemble(drafter, decoder=made)
-    for _ in range(2):
-        outputs = run(engine, requests)
-        assert [o.outputs[0].token_ids for o in outputs] == expected
-    assert engine.round.failure is None and sum(o.stats.accepted for o in outputs) > 0  # type: ignore[attr-defined]
-    if dtype == torch.float32:
-        plain = bound(spire(config=config), exact := tiny_decoder(config))
-        fast = bound(spire(config=config, dtype=dtype, compiled=compiled), made)
-        v = view(text(40), key=1)
-        for one, its in ((plain, exact), (fast, made)):
-            show(one, its, v, 0, 39)
-        wanted, found = (paths_of(one.propose(DraftRequest([v], [4], [4]))) for one in (plain, fast))
-        assert found.keys() == wanted.keys()
-        assert [*found.values()] == pytest.approx([*wanted.values()], abs=1e-3)
-
-
 def texts_shown(drafter: SpireDrafter, target: Decoder, **params: Any) -> list[Sequence]:
     """Three texts behind their first pass; of the longest one the last tokens alone were shown."""
     views = [view(text(n, n), key=n, **params) for n in (2, 9, 40)]
@@ -219,9 +187,6 @@ def test_compiled_drafts_are_those_of_the_long_way(
     assert (2, 4, 5) in lengths and len(lengths) > 1
 
 
-# -- files and refusals
-
-
 def test_files_hold_what_a_draft_is(tmp_path: Path) -> None:
     shape = SpireShape(layers=2, window=9, target="tiny")
     save_shape(shape, memory_of(shape), tmp_path)
@@ -247,9 +212,6 @@ def test_targets_that_do_not_fit() -> None:
             bound(spire(), tiny_decoder(config))
     with pytest.raises(CapabilityError, match="and the target has 3"):
         SpireDrafter(SpireConfig(path="x"), SpireShape(layers=3), Path("x"), 3)
-    for spec, wrong in (
-        ("spire:x,depth=0", "depth must be 1"),
-        ("spire:x,extra=3", "re-sampl"),
-    ):
+    for spec, wrong in (("spire:x,depth=0", "depth must be 1"), ("spire:x,extra=3", "re-sampl")):
         with pytest.raises(ConfigError, match=wrong):
             registry.parse(spec)

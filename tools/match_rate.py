@@ -1,6 +1,6 @@
 """How often drafts at temperature 1 are accepted, by the way they are drafted, on the embedded pair.
 
-    python tests/lossless/match_rate.py
+    python tools/match_rate.py
 
 prints mean accepted length and acceptance at every depth for point, coupled and sampled drafts. Point,
 coupled and independent drafts are matched with what the target samples, with ``exact=True``: their answers are the
