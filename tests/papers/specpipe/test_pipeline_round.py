@@ -206,7 +206,7 @@ def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
     """SpecInfer in the same stages: a tree goes through all stages before the next one enters."""
     jobs = [(PROMPTS[1], GREEDY)]
     draft = drafter(0.0)
-    engine, _, _ = piped(draft)
+    engine = assemble(draft, decoder=DECODER)
     engine.round = StaticTreeConfig(stages=4).build(RoundParts(target=DECODER, pool=engine.pool, drafter=draft))
     ticks = watch_ticks(engine.round)
     assert ids(run(engine, jobs)) == plain(jobs)
