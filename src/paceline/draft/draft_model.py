@@ -166,7 +166,7 @@ class DraftModel(Drafter):
         """See `Drafter`: over K/V of their own."""
         assert self._vocab and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         self.own_sessions = None
-        del self.model
+        vars(self).pop("model", None)  # with its K/V
         return self._make(rows)
 
     def _make(self, rows: int) -> ModelSessions:
