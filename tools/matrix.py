@@ -1,6 +1,6 @@
 """Ask the engine which drafters run in which rounds, and write docs/matrix.md.
 
-    python tools/matrix.py [--out docs/matrix.md] [DRAFTER ..]
+    python tools/matrix.py [--out docs/matrix.md] [--only TABLE]
 
 Every cell builds the embedded model with a drafter, a round and a placement, answers five requests (greedy, T=1,
 penalties, a JSON schema, a regular expression), and compares the ids with plain decoding's.
@@ -55,16 +55,18 @@ DRAFTERS = (
     "hybrid:grammar+prediction+suffix",
     "hybrid:grammar+eagle",
 )
-COLUMNS: dict[str, dict[str, Any]] = {
-    "serial": {"round": "serial"},
-    "fused": {"round": "fused"},
-    "mirror": {"round": "mirror"},
-    "pipeline": {"round": "pipeline"},
+Columns = dict[str, dict[str, Any]]
+HERE: Columns = {name: {"round": name} for name in ("serial", "fused", "mirror", "pipeline")}
+APART: Columns = {
     "mirror, drafter's process": {"round": "mirror,rollout=process"},
     "pipeline, drafter's process": {"round": "pipeline,source=process"},
     "two stages": {"pipeline": 2},
     "two ranks, serial": {"round": "serial", "tensor_parallel": 2},
     "two ranks, mirror": {"round": "mirror", "tensor_parallel": 2},
+}
+TABLES: dict[str, tuple[Sequence[str], Columns]] = {
+    "One process": (DRAFTERS, HERE),
+    "Several processes": (("ngram", "grammar", "draft_model", "eagle", "spire"), APART),
 }
 OPTIONS: dict[str, Any] = {"threads": 1, "max_model_len": 256, "max_sequences": 8, "kv_memory": "64MiB", "exact": True}
 
@@ -111,30 +113,36 @@ class Matrix:
             self.reasons.append(reason)
         return f"[{self.reasons.index(reason) + 1}]"
 
+    def table(self, drafters: Sequence[str], columns: Columns) -> str:
+        """Return a table and the reasons of its refusals."""
+        self.reasons = []
+        lines = [["drafter", *columns], ["---"] * (1 + len(columns))]
+        for drafter in drafters:
+            lines.append([f"`{drafter}`", *(self.cell(drafter, column) for column in columns.values())])
+            print(*lines[-1], sep=" | ", flush=True)
+        rows = ["| " + " | ".join(line) + " |" for line in lines]
+        reasons = [f"{n}. {reason[:1].upper()}{reason[1:]}." for n, reason in enumerate(self.reasons, start=1)]
+        return "\n".join([*rows, "", *reasons])
+
 
 def main() -> None:
-    """Fill the matrix and write it."""
+    """Fill the tables and write them; one that is not named is kept."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "matrix.md")
-    parser.add_argument("drafters", nargs="*", default=DRAFTERS)
+    parser.add_argument("--only", choices=TABLES, help="fill this table alone")
     ask = parser.parse_args()
-    matrix, rows = Matrix(), list[list[str]]()
-    for drafter in ask.drafters:
-        rows.append([f"`{drafter}`", *(matrix.cell(drafter, column) for column in COLUMNS.values())])
-        print(*rows[-1], sep=" | ", flush=True)
-    lines = [["drafter", *COLUMNS], ["---"] * (1 + len(COLUMNS)), *rows]
+    written = ask.out.read_text("utf-8") if ask.out.exists() else ""
+    known = dict(part.split("\n\n", 1) for part in written.split("\n## ")[1:])
+    for name in TABLES if ask.only is None else [ask.only]:
+        known[name] = Matrix().table(*TABLES[name])
     page = [
-        "# Drafters, rounds and placements",
-        "",
+        "# Drafters, rounds and processes",
         f"Written by `python tools/matrix.py` with `{MODEL}`. The figures of a cell: of 100 output tokens so many were "
-        f"drafted, in requests of five kinds: {', '.join(REQUESTS)}. All ids are those of plain decoding. In brackets: "
+        f"accepted drafts, in requests of five kinds: {', '.join(REQUESTS)}. All ids are those of plain decoding. In brackets: "
         "why it is refused.",
-        "",
-        *("| " + " | ".join(line) + " |" for line in lines),
-        "",
-        *(f"{number}. {reason[:1].upper()}{reason[1:]}." for number, reason in enumerate(matrix.reasons, start=1)),
+        *(f"## {name}\n\n{known[name].strip()}" for name in TABLES if name in known),
     ]
-    ask.out.write_text("\n".join(page) + "\n", encoding="utf-8")
+    ask.out.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     os._exit(0)  # workers end with their parent
 
 
