@@ -138,8 +138,8 @@ def main() -> None:
     page = [
         "# Drafters, rounds and processes",
         f"Written by `python tools/matrix.py` with `{MODEL}`. The figures of a cell: of 100 output tokens so many were "
-        f"accepted drafts, in requests of five kinds: {', '.join(REQUESTS)}. All ids are those of plain decoding. In brackets: "
-        "why it is refused.",
+        f"accepted drafts, in requests of five kinds: {', '.join(REQUESTS)}. All ids are those of plain decoding. In "
+        "brackets: why it is refused. Drafts of a process come too late where a tick is short.",
         *(f"## {name}\n\n{known[name].strip()}" for name in TABLES if name in known),
     ]
     ask.out.write_text("\n\n".join(page) + "\n", encoding="utf-8")
