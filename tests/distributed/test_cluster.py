@@ -249,7 +249,6 @@ def answering_anybody(grpc: Any) -> tuple[str, Callable[[], None]]:
 
 ALONE = """
 import sys
-from kits.tiny import ids
 from paceline import LLM
 LLM("paceline-small", pipeline=2, max_model_len=64, max_sequences=1).generate("a")
 print("ray" in sys.modules)

@@ -240,7 +240,6 @@ def test_async_requests_hear_of_their_own_errors_alone(llm: LLM, monkeypatch: py
 
 UNCLOSED = """
 import asyncio, sys, threading
-from kits.tiny import ids
 from paceline import AsyncLLM, SamplingParams
 
 model = AsyncLLM("paceline-small", drafter="ngram", max_model_len=2048)
