@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from kit.clock import VIRTUAL, VirtualClock
 from kit.links import Link
+from kit.planner.models import named
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Options, Study, asked
 from kit.ticks import watch_ticks
@@ -34,7 +35,6 @@ from paceline.kv.pool import KVPool
 from paceline.papers.specpipe.config import PipelineConfig
 from paceline.papers.specpipe.records import Tick
 from paceline.papers.specpipe.round import PipelineRound
-from paceline.plan.models import named
 
 Value = TypeVar("Value")
 Job = tuple[abc.Sequence[int], SamplingParams]

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from toolkit import write_data, write_target
 from paceline import LLM, SamplingParams
 from paceline.adapt import learner
 from paceline.adapt.learning import files, serving
-from paceline.adapt.learning.ring import Ring, ServedRequest, StateRing
+from paceline.adapt.learning.store import RequestStore, ServedRequest
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.train import job
 from paceline.train.data import SourceSpec
@@ -96,10 +96,10 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def kept_in(folder: Path, count: int) -> list[ServedRequest]:
-    """The requests in a ring, as soon as there are so many: they are written behind their ends."""
-    with closing(Ring(folder / files.RING)) as ring:
-        wait_for(lambda: len(ring.read()) == count)
-        return ring.read()
+    """The kept requests, as soon as there are so many: they are written after their ends."""
+    store = RequestStore(folder / files.REQUESTS)
+    wait_for(lambda: len(store.numbers()) == count)
+    return store.read(store.numbers())
 
 
 def put(folder: Path, number: int, weights: Path) -> None:
@@ -113,11 +113,11 @@ def test_requests_are_kept_as_ids_but_for_those_that_are_not_to_be(make: Callabl
     ask(llm, store=False)
     (kept,) = kept_in(tmp_path / "learn", 1)
     assert (kept.prompt, kept.answer) == ([5, 6, 7, 8], said)
-    assert states_of(tmp_path).of(2) is None and not llm.learning._collector._texts
+    assert not llm.learning._collector._texts
     told = llm.describe_learning()
     assert (told["requests_kept"], told["requests_left_out"]) == (1, 1) and told["state"].startswith("on: token ids")
     modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "learn").iterdir()}
-    assert modes == {files.RING: 0o600, files.STATES: 0o600, files.TASK: 0o600, files.DRAFTERS: 0o700}
+    assert modes == {files.REQUESTS: 0o700, files.TASK: 0o600, files.DRAFTERS: 0o700}
     assert (tmp_path / "learn").stat().st_mode & 0o777 == 0o700
 
 
@@ -200,10 +200,10 @@ def test_the_learner_learns_checks_and_offers(
     """A round on requests that all say the same: it gets better, offers, and leaves no copy of the ids behind."""
     llm, folder = make(), tmp_path / "learn"
     for _ in range(60):
-        llm.learning.ring.add([5, 6, 7, 8], [9, 10, 11, 12, 13, 9, 10, 11, 12, 13] * 4)
+        llm.learning.store.add([5, 6, 7, 8], [9, 10, 11, 12, 13, 9, 10, 11, 12, 13] * 4)
     task = files.read(folder / files.TASK) | {"rate": 5e-3}
     monkeypatch.setattr(learner, "STEPS_A_REQUEST", 1.0)
-    served = Ring(folder / files.RING).read()
+    served = kept_in(folder, 60)
     assert learner.learn(folder, task, served) == served[-24].number - 1
     found = files.read(folder / files.OFFER)
     assert found["number"] == 1 and found["is"] > found["was"] and found["requests"] == 36
@@ -215,11 +215,6 @@ def test_the_learner_learns_checks_and_offers(
     torch.set_num_threads(1)
 
 
-def states_of(place: Path) -> StateRing:
-    width = files.read(place / "learn" / files.TASK)["width"]
-    return StateRing(place / "learn" / files.STATES, width)
-
-
 def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
     make: Callable[..., LLM], target: Path, heads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,15 +223,16 @@ def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
     prompts = [[5 + (i * j) % 40 for j in range(8 + 9 * i)] for i in range(8)] * 4
     for part in (prompts[:16], prompts[16:]):
         llm.generate([{"prompt_token_ids": ids} for ids in part], PARAMS)
-    served, states = kept_in(folder, 32), states_of(tmp_path)
+    served = kept_in(folder, 32)
     known, network, skips = (
-        learner.write(tmp_path / "all.jsonl", served, states),
+        learner.write(tmp_path / "all.jsonl", served),
         Network.load(target, frozen=True),
         set(),
     )
     remembers = remembered_scores(known, network, nullcontext, lambda: pytest.fail("it scores"))
     for one in served:
-        skipped, rows = states.of(one.number)
+        assert one.states is not None
+        skipped, rows = one.skipped, one.states
         ids = np.array([*one.prompt, *one.answer], dtype=np.int32)[: skipped + len(rows)]
         true, said = network_scores(network, nullcontext, [ids], 4)
         found, own = remembers([ids[skipped:]], 4)

@@ -117,7 +117,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 def test_what_is_missing_is_seen(tmp_path: Path) -> None:
     block = "```sh\npaceline bench step --rows 1 \\\n  --gone 2   # --comment\npaceline lost\n```\n"
-    text = f"{block}`paceline plan --target X`\n"
+    text = f"{block}`paceline models get X`\n"
     assert [wrong(words) for words in commands(text)] == [["--gone"], ["lost"], []]
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n## A page\n\n## What `it` costs: 3.1, 2\n\n```\n# no heading\n```\n", encoding="utf-8")

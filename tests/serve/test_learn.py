@@ -9,7 +9,7 @@ import httpx2 as httpx
 from kits.server import live_server
 
 from paceline.adapt.learning import files
-from paceline.adapt.learning.ring import Ring
+from paceline.adapt.learning.store import RequestStore
 
 
 def post(url: str, path: str, **body: object) -> dict[str, object]:
@@ -36,10 +36,10 @@ def test_requests_are_kept_unless_they_say_store_false(tmp_path: Path) -> None:
         told = learning(server.url)
         assert (told["requests_kept"], told["requests_left_out"]) == (2, 4)  # the warm-up is one of them
         assert str(told["state"]).startswith("on: token ids of requests are kept")
-        ring = Ring(folder / files.RING)
+        store = RequestStore(folder / files.REQUESTS)
         until = time.monotonic() + 60
-        while len(ring.read()) < 2 and time.monotonic() < until:  # they are written behind their ends
+        while len(store.numbers()) < 2 and time.monotonic() < until:  # they are written after their ends
             time.sleep(0.05)
-        first, _ = ring.read()
+        first, _ = store.read(store.numbers())
         choices = said["choices"]
         assert isinstance(choices, list) and first.answer == choices[0]["token_ids"]

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ from ..train.data import SourceSpec
 from ..train.job import finish, prepare
 from ..weights.source import read_config, resolve_folder
 from .learning import files
-from .learning.ring import ANSWER, PROMPT, Ring, ServedRequest, StateRing
+from .learning.store import ANSWER, PROMPT, RequestStore, ServedRequest
 from .training import TrainingPlan, accepted_of, config_of, job_of
 
-FRESH, MOST = 96, 512  # requests that a round waits for, and that it learns from
-ASIDE = 0.25  # of the fresh ones, the share that is put aside
+FRESH, MOST, ASIDE = 96, 512, 24  # requests that a round waits for, that it learns from, that it puts aside
 STEPS_A_REQUEST = 0.25
 BETTER = 1.01  # tokens a pass on what was put aside, over those of the one that serves
 LOOK_S, FAULT_S = 1.0, 60.0
@@ -46,15 +45,14 @@ def main(folder: Path, parent: int) -> None:
     os.umask(0o077)
     torch.set_num_threads(1)
     task = files.read(folder / files.TASK)
-    ring = Ring(folder / files.RING)
+    store = RequestStore(folder / files.REQUESTS)
     seen = int(files.read(folder / files.SEEN, 0))
     while os.getppid() == parent:
-        fresh = ring.read(after=seen)
-        if len(fresh) < FRESH:
+        if len(store.numbers(after=seen)) < FRESH:
             time.sleep(LOOK_S)
             continue
         try:
-            seen = learn(folder, task, ring.read())
+            seen = learn(folder, task, store.read(store.numbers()[-MOST - ASIDE :]))
             files.write(folder / files.SEEN, seen)
         except (PacelineError, OSError) as error:  # a full disk, for one: the serving drafter continues
             say(error=str(error))
@@ -82,15 +80,12 @@ def serving(folder: Path, task: dict[str, Any]) -> tuple[int, Path]:
 
 def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -> int:
     """Run one round; return the number of the last request that it used."""
-    aside = max(8, round(ASIDE * FRESH))
-    learned, held = served[:-aside][-MOST:], served[-aside:]
+    learned, held = served[:-ASIDE][-MOST:], served[-ASIDE:]
     place = folder / "round"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     try:
-        with closing(StateRing(folder / files.STATES, task["width"])) as states:
-            known = write(place / "learned.jsonl", learned, states)
-            known |= write(place / "held.jsonl", held, states)
+        known = write(place / "learned.jsonl", learned) | write(place / "held.jsonl", held)
         number, was, now, result = train(folder, task, place, len(learned), known)
         better = now == now and 1 + now >= BETTER * (1 + was)
         say(requests=len(learned), known=len(known), was=was, now=now, offered=better)
@@ -98,7 +93,7 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return served[-aside].number - 1  # requests that were set aside are learned from next time
+    return served[-ASIDE].number - 1  # requests that were set aside are learned from next time
 
 
 def train(
@@ -152,7 +147,7 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
         shutil.rmtree(place / str(old), ignore_errors=True)
 
 
-def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dict[bytes, np.ndarray]:
+def write(file: Path, served: Sequence[ServedRequest]) -> dict[bytes, np.ndarray]:
     """Write requests as data, ids alone; of one with states the part that they were kept of.
 
     Returns:
@@ -160,26 +155,15 @@ def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dic
     """
     lines, known = [], {}
     for one in served:
-        prompt, ids, found = len(one.prompt), [*one.prompt, *one.answer], part_with_states(one, states)
-        if found is not None:
-            prompt, ids, rows = found
-            known[np.array(ids[:-1], dtype=np.int32).tobytes()] = rows
+        prompt, ids = len(one.prompt), [*one.prompt, *one.answer]
+        if one.states is not None:
+            own = ids[one.skipped : one.skipped + len(one.states) + 1]
+            if one.skipped < prompt < one.skipped + len(own) - 1:  # else there is nothing to be learned from
+                prompt, ids = prompt - one.skipped, own
+                known[np.array(ids[:-1], dtype=np.int32).tobytes()] = one.states[: len(ids) - 1]
         lines.append(json.dumps({"prompt_tokens": ids[:prompt], "completion_tokens": ids[prompt:]}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return known
-
-
-def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[int], np.ndarray] | None:
-    """Return prompt length, ids, and states of all ids but the last, of the part of a request that has states.
-
-    None: there is nothing to be learned from.
-    """
-    kept = states.of(one.number)
-    if kept is None:
-        return None
-    skipped, rows = kept
-    ids, prompt = [*one.prompt, *one.answer][skipped : skipped + len(rows) + 1], len(one.prompt) - skipped
-    return (prompt, ids, rows[: len(ids) - 1]) if 0 < prompt < len(ids) - 1 else None
 
 
 def say(**facts: Any) -> None:

@@ -27,11 +27,11 @@ from ..bench.calibrate import measure
 from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods, with_plain
 from ..core.errors import ConfigError, StorageError
-from ..plan.models import shape_of
 from ..train.answers import AnswerConfig
 from ..train.data import SourceSpec, sha256
 from ..train.files import writing
 from ..weights.files import fingerprint, free_bytes
+from ..weights.names import weight_map
 from ..weights.source import load_tokenizer, read_config, resolve_folder
 from . import answering, verdict
 from .config import AdaptConfig
@@ -361,8 +361,7 @@ def check_memory(config: AdaptConfig, target: Path) -> None:
     Raises:
         ConfigError: too little memory, with how much it takes.
     """
-    sizes = shape_of(read_config(target))
-    needed = FOOTPRINT * (sizes.body_parameters + 2 * sizes.head_parameters)
+    needed = FOOTPRINT * sum(piece.numel for piece in weight_map(read_config(target)))
     free = free_bytes(torch.device("cpu"))
     if free is not None and needed > free:
         wrong = f"learning from it takes about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"

@@ -23,7 +23,7 @@ from ..core.sequence import Sequence
 from ..core.stats import SpecStats
 from ..kv.pool import KVPool
 from ..model.decoder import Decoder
-from ..plan.models import shape_of
+from ..weights.names import weight_map
 from .arrivals import Arrivals
 from .methods import drafter_config
 from .records import Cell, Method, PromptIds, Trial
@@ -225,13 +225,11 @@ class Builder:
 def model_facts(llm: LLM, name: str) -> dict[str, Any]:
     """Return the facts about the target in a report."""
     decoder, shape = llm.decoder, llm.decoder.config
-    sizes = shape_of(shape)
     names = ("family", "d_model", "vocab_size", "max_position")
     return {
         "name": name,
         **{name: getattr(shape, name) for name in names},
-        # Norms and biases, some thousands, are left out.
-        "parameters": int(sizes.body_parameters + sizes.head_parameters * (1 if shape.tied else 2)),
+        "parameters": sum(piece.numel for piece in weight_map(shape)),
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "kernels": llm.kernels,
         "layers": shape.num_layers,

@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import json
 import random
+import tomllib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,6 @@ from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter, Val
 
 from ..core.errors import ConfigError
 from ..core.options import shown, suggest
-from ..core.tables import read_table
 
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 PACKAGED = "packaged sample"  # where a workload that comes along is read from
@@ -87,7 +87,8 @@ class Workload:
 
 
 _PROMPTS = TypeAdapter(Prompt)
-WORKLOADS = {name: Workload(name=name, **facts) for name, facts in read_table("bench/workloads.toml").items()}
+_TABLE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
+WORKLOADS = {name: Workload(name=name, **facts) for name, facts in _TABLE.items()}
 
 
 # -- finding and loading

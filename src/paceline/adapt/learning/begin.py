@@ -54,7 +54,6 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         "model": config.model,
         "target": str(target.folder),
         "fingerprint": fingerprint(target.folder),
-        "width": shape.d_model,
         "kind": chosen.kind,
         "weights": str(chosen.folder(context)),
         "options": {"depth": int(getattr(part, "depth", DEPTH))},

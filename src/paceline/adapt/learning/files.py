@@ -1,7 +1,6 @@
 """The folder of `--learn`: the files through which the server and the learner communicate.
 
-ring.bin            requests (`ring`)
-states.bin          the target's states of the last of them
+requests/           token ids of requests, and the target's states of the newest (`store`)
 learner.json        what the learner is to train for
 drafters/N/         drafters that passed their check
 offer.json          the last one of them, and how it did
@@ -17,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-RING, STATES, TASK, SEEN, LOG = "ring.bin", "states.bin", "learner.json", "learner-seen.json", "learner.log"
+REQUESTS, TASK, SEEN, LOG = "requests", "learner.json", "learner-seen.json", "learner.log"
 OFFER, REFUSED, DRAFTERS = "offer.json", "refused.json", "drafters"
 
 

@@ -30,8 +30,8 @@ from ...draft.states.sessions import StateDrafter
 from ...engine.engine import Engine
 from ...engine.live import LiveRequest
 from . import files
-from .ring import PROMPT, Ring, StateRing
 from .states import CollectedStates, StateCollector
+from .store import RequestStore
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Learning:
         engine: whose requests are learned from.
         part: the drafter that is learned, as the engine runs it.
         build: makes another one of its kind.
-        task: what the learner is to know: model, width of its states, kind, weights.
+        task: what the learner is to know: model, kind, weights.
         threads: of the engine.
         most: sequences that the engine runs at once.
 
@@ -74,8 +74,7 @@ class Learning:
     ) -> None:
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
-        self.ring = Ring(folder / files.RING)
-        self.states = StateRing(folder / files.STATES, task["width"])
+        self.store = RequestStore(folder / files.REQUESTS)
         self._collector = StateCollector(most)
         part.witness = self._collector.observe
         self.spare = (os.cpu_count() or 1) - threads >= 1  # a core that the engine leaves to the learner
@@ -191,9 +190,8 @@ class Learning:
         while self._to_keep:
             prompt, answer, states = self._to_keep.popleft()
             try:
-                number = self.ring.add(prompt, answer)
-                if states is not None:
-                    self.states.add(number, states.start - max(0, len(prompt) - PROMPT), states.bits())
+                kept = () if states is None else (states.start, states.bits())
+                self.store.add(prompt, answer, *kept)
             except OSError as error:
                 log.warning("a request cannot be kept: %s", error)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.sequence import Sequence
 from ...draft.base import StepFeatures
 from ...draft.states.network import LAST
-from .ring import ANSWER, PROMPT
+from .store import ANSWER, PROMPT
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class CollectedStates:
 
 
 class StateCollector:
-    """Collects the states that a ring has room for: of a text without a gap, from the end of its prompt on.
+    """Collects the states that a store has room for: of a text without a gap, from the end of its prompt on.
 
     Args:
         most: texts at once; the oldest is forgotten first.

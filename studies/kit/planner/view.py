@@ -1,4 +1,4 @@
-"""What ``paceline plan`` shows: the table, the command that would run a line of it, JSON and plots."""
+"""The output of ``studies/plan.py``: the table, the command that would run a line of it, JSON and plots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.methods import default_methods
-from ..plan.plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter
-from ..plan.throughput import ServedModel, pass_cost
-from ..weights import zoo
-from .console import note, stdout
+from paceline.bench.methods import default_methods
+from paceline.cli.console import note, stdout
+from paceline.weights import zoo
+
+from .plan import DRAFTERS, PLAIN, RIDING, SINK, PlanRequest, RankedDrafter
+from .throughput import ServedModel, pass_cost
 
 DTYPES = {None: None, 2.0: "bfloat16", 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 MOST_BATCH = 2**40  # beyond it nothing changes

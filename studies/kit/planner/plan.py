@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from ..core.errors import ConfigError
-from ..core.options import check, option
+from paceline.core.errors import ConfigError
+from paceline.core.options import check, option
+
 from .acceptance import Acceptance, assumed
 from .machines import Machine
 from .models import ModelSizes

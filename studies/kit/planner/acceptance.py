@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import ConfigError
-from ..core.tables import read_table
+from paceline.core.errors import ConfigError
+
+from .tables import table
 
 CONTEXT = 512  # of which SPIRe takes its tau for all multipliers
 SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
@@ -71,9 +72,8 @@ def assumed(
         context: tokens that a sequence has; between measured ones tau lies on a line.
         window: keys of a sparse draft; None: as it was measured. Of another window nobody measured anything.
     """
-    table = read_table("plan/acceptance.toml")
-    found = {name: _read(entry, context, own=False) for name, entry in table["drafter"].items()}
-    for pair in table["pair"]:
+    found = {name: _read(entry, context, own=False) for name, entry in table("acceptance")["drafter"].items()}
+    for pair in table("acceptance")["pair"]:
         same = pair["target"] == target and pair.get("draft", draft) == draft
         if same and window in (None, pair.get("window", window)):
             found[pair["drafter"]] = _read(pair, context, own=True)

@@ -7,14 +7,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError
-from ..core.tables import read_table
-from ..model.families import DecoderConfig, decoder_config
-from ..weights.files import read_json
-from ..weights.gguf import is_gguf, read_gguf
-from ..weights.gguf_model import read_gguf_config
+from paceline.core.errors import ConfigError
+from paceline.model.families import DecoderConfig, decoder_config
+from paceline.weights.files import read_json
+from paceline.weights.gguf import is_gguf, read_gguf
+from paceline.weights.gguf_model import read_gguf_config
 
-TABLE = "plan/models.toml"
+from .tables import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +81,12 @@ class ModelSizes:
 
 def names() -> list[str]:
     """Return the names of models that have one."""
-    return list(read_table(TABLE))
+    return list(table("models"))
 
 
 def named(name: str) -> ModelSizes | None:
     """Return the model of that name or alias, or None."""
-    for own, values in read_table(TABLE).items():
+    for own, values in table("models").items():
         if name in (own, *values.get("aliases", ())):
             sizes = {field: value for field, value in values.items() if field not in ("aliases", "source")}
             hub, source = values.get("hub"), values.get("source")

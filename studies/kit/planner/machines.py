@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from ..core.errors import ConfigError
-from ..core.options import shown, suggest
-from ..core.tables import read_table
+from paceline.core.errors import ConfigError
+from paceline.core.options import shown, suggest
+
+from .tables import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Machine:
 @cache
 def machines() -> dict[str, Machine]:
     """Return all machines by name."""
-    return {name: Machine(name=name, **values) for name, values in read_table("plan/machines.toml").items()}
+    return {name: Machine(name=name, **values) for name, values in table("machines").items()}
 
 
 def machine(name: str) -> Machine:

@@ -1,4 +1,4 @@
-"""``paceline plan``: which drafter, depth and width would pay for a model on a machine, before anyone rents it."""
+"""Which drafter, depth and width would pay for a model on a machine, before anyone rents it (docs/planning.md)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from kit.planner import machines, models, view
+from kit.planner.acceptance import Acceptance, accept_of
+from kit.planner.models import ModelSizes
+from kit.planner.plan import DRAFTERS, PlanRequest, rank
 
-from ..core.errors import ConfigError
-from ..core.options import named_values, shown, suggest
-from ..plan import machines, models
-from ..plan.acceptance import Acceptance, accept_of
-from ..plan.models import ModelSizes
-from ..plan.plan import DRAFTERS, PlanRequest, rank
-from ..weights import zoo
-from ..weights.gguf import is_gguf
-from ..weights.hub import local
-from . import plan_view
-from .options import takes
+from paceline.cli.options import takes
+from paceline.core.errors import ConfigError
+from paceline.core.options import named_values, shown, suggest
+from paceline.weights import zoo
+from paceline.weights.gguf import is_gguf
+from paceline.weights.hub import local
 
 app = typer.Typer(add_completion=False)
 
@@ -74,9 +73,9 @@ def plan(
     --tau takes your own.
 
     Examples:
-        paceline plan --target llama-3.1-8b --machine h100
-        paceline plan --target smollm2-135m --machine cpu --batch 4
-        paceline plan --target llama-3.1-8b --machine h100 --batch 64
+        python studies/plan.py --target llama-3.1-8b --machine h100
+        python studies/plan.py --target smollm2-135m --machine cpu --batch 4
+        python studies/plan.py --target llama-3.1-8b --machine h100 --batch 64
     """
     shape = resolve(target)
     # the named draft model, or the zoo's draft for its target
@@ -91,13 +90,13 @@ def plan(
         **question,
     )
     names = _runnable(target), _runnable(drafting) if drafting else None
-    found_ways = [(made, plan_view.how_to_run(asked, made, *names)) for made in rank(asked)]
+    found_ways = [(made, view.how_to_run(asked, made, *names)) for made in rank(asked)]
     # What can be run comes first.
     ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
     if as_json:
-        plan_view.print_json(asked, ranked, ways, names[0])
+        view.print_json(asked, ranked, ways, names[0])
     else:
-        plan_view.show(asked, ranked, ways, names[0])
+        view.show(asked, ranked, ways, names[0])
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
@@ -160,3 +159,7 @@ def _bytes(flag: str, text: str) -> float:
     if not 0 < value <= 8:
         raise ConfigError(f"{flag} {text}", "a number takes more than 0 bytes, and 8 at most", f"use {STORED}")
     return value
+
+
+if __name__ == "__main__":
+    app()

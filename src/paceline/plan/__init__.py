@@ -1,1 +1,0 @@
-"""Predict what speculation is worth on a machine: throughput, latency, pipelines, plans."""

@@ -1,0 +1,1 @@
+"""A model of passes on machines that nobody rented: which drafter would pay."""
