@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from paceline.bench import report as say
-from paceline.bench.config import BenchConfig, log_lines
+from paceline.bench.config import BenchConfig
 from paceline.bench.records import Method, Report
 from paceline.bench.report import bullets, figures_table, table, text, write_text
 from paceline.bench.run import Run
 from paceline.bench.summary import Row, Summary, overall_ratio
+from paceline.cli.console import ProgressLine
 from paceline.core.errors import ConfigError
 from paceline.core.options import written
 
@@ -99,14 +100,9 @@ def measure(grid: Grid, options: Options, folder: Path, make: Callable[..., Run]
         KeyboardInterrupt: it was cut off; the report in the folder has what there is.
     """
     config = grid.config(options)
-    run = make(
-        config,
-        out=folder,
-        overwrite=options.overwrite,
-        command=options.command,
-        progress=log_lines(Console(stderr=True), "dim"),
-    )
-    report = run.execute()
+    given: dict[str, Any] = {"out": folder, "overwrite": options.overwrite, "command": options.command}
+    with ProgressLine() as line:
+        report = make(config, **given, progress=line.show).execute()
     if report.interrupted:
         raise KeyboardInterrupt
     return report

@@ -76,7 +76,7 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
     facts = json.loads((out / "drafter" / "training.json").read_text())
     assert facts["tokens_seen"] > 0 and sum(facts["tokens_by_file"].values()) > 0
     assert len(json.loads((out / "drafter" / "hot.json").read_text())["tokens"]) == HOT
-    assert len(load_report(out / "report").trials) == 20 and "<html" in (out / "report" / "report.html").read_text()
+    assert len(load_report(out / "report").trials) == 20 and "# " in (out / "report" / "report.md").read_text()
     params = SamplingParams(temperature=0, max_tokens=16)
     plain = LLM(str(target), threads=1)
     for drafter in (str(out), "auto", f"eagle:{out}/drafter"):

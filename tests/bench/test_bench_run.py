@@ -37,19 +37,6 @@ def prompts_of(count: int) -> list[PromptIds]:
     return [PromptIds(id=f"p{i}", ids=(i + 2, i + 3, i + 4)) for i in range(count)]
 
 
-class Seen:
-    """Takes down what a run tells."""
-
-    def __init__(self) -> None:
-        self.trials: list[str] = []
-        self.counts: list[tuple[int, int]] = []
-
-    def __call__(self, text: str, trials: tuple[int, int] | None) -> None:
-        if trials is not None:
-            self.trials.append(text)
-            self.counts.append(trials)
-
-
 class TestOrder:
     def test_workloads_advance_together_and_repeats_are_neighbours(self) -> None:
         cells = [Cell(workload=w) for w in ("x", "y")]
@@ -160,10 +147,10 @@ class TestRefusals:
         ],
     )
     def test_mistakes_are_found_before_the_first_trial(self, changes: dict[str, Any], message: str) -> None:
-        seen = Seen()
+        seen: list[str] = []
         with pytest.raises(ConfigError, match=message):
-            Run(config(**changes), progress=seen).execute()
-        assert not seen.trials
+            Run(config(**changes), progress=seen.append).execute()
+        assert not any("trials" in text for text in seen)
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

@@ -32,7 +32,7 @@ def test_a_run_shows_a_table_and_writes_its_files(run: Any, tmp_path: Path) -> N
     result = run(*SMALL, "--method", "fast=ngram,depth=3;budget=3", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "fast" in result.stdout and "plain" in result.stdout
-    for name in ("report.json", "report.html"):
+    for name in ("report.json", "report.md"):
         assert (tmp_path / name).is_file() and name in result.stdout
     report = load_report(tmp_path)
     assert [m.name for m in report.methods] == ["plain", "fast"]

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
-from paceline.cli.train_progress import Bar
+from paceline.cli.train import StepLine
 from paceline.train.answers import sidecar
 from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.train.trainer import CHECKPOINT
@@ -51,7 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 def stopped(step: int, work: Callable[[], Result]) -> Result:
     """What ``work`` comes to with Ctrl-C at the end of a step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bar, "step", lambda bar, *at: Stopper(step).step(*at))
+        patch.setattr(StepLine, "step", lambda line, *at: Stopper(step).step(*at))
         return work()
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from time import monotonic
@@ -309,10 +309,7 @@ class Adaptation:
             title=f"{Path(self.config.model).name}: what the drafter that was made for it is worth",
         )
 
-        def tell(text: str, trials: tuple[int, int] | None) -> None:
-            self.show("judging", text if trials is None else f"{trials[0]} of {trials[1]} trials")
-
-        return verdict.judge(config, self.work.folder / REPORT, self.command, tell)
+        return verdict.judge(config, self.work.folder / REPORT, self.command, partial(self.show, "judging"))
 
 
 # -- the whole

@@ -8,10 +8,11 @@ look-ups, since they cost nothing; where nothing is, nothing.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bench.config import BenchConfig, Progress
+from ..bench.config import BenchConfig
 from ..bench.records import PLAIN, Report
 from ..bench.run import Run
 from ..bench.summary import Interval, Summary
@@ -50,7 +51,7 @@ def drafters(config: AdaptConfig, folder: str) -> dict[str, str]:
     return {LOOK_UPS: LOOKUP, NEW: new, BOTH: with_parts([LOOKUP], new), **named}
 
 
-def judge(config: BenchConfig, out: Path, command: str, tell: Progress) -> Verdict:
+def judge(config: BenchConfig, out: Path, command: str, tell: Callable[[str], None]) -> Verdict:
     """Measure and decide.
 
     Args:

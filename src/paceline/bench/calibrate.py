@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +28,7 @@ PassSize = tuple[int, int, int, int | None]  # sequences, tokens that each has, 
 def calibrate(
     llm: LLM,
     drafter: str | DrafterConfig | None = None,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    progress: Callable[[str], None] = lambda text: None,
     *,
     repeats: int = 15,
     **sizes: Sequence[int],
@@ -39,7 +38,7 @@ def calibrate(
     Args:
         llm: the model, loaded as it will be used (dtype, exact, kernels, threads).
         drafter: as ``LLM(drafter=...)`` takes it; None: the target alone.
-        progress: called with whose passes are timed, the rounds done, and of how many.
+        progress: called with what is timed.
         repeats: passes of each kind; medians count.
         sizes: ``rows``, ``batches`` and ``contexts`` of `measure`.
 
@@ -51,8 +50,8 @@ def calibrate(
     """
 
     def measured(of: LLM, name: str) -> CostTable:
-        tell = partial(progress, f"timing passes of {name}")
-        return measure(of.decoder, repeats=repeats, progress=lambda done: tell(done, repeats + 1), **sizes)
+        progress(f"timing passes of {name}")
+        return measure(of.decoder, repeats=repeats, **sizes)
 
     chosen = registry.parse(drafter)
     draft, dtype = getattr(chosen, "model", None), str(getattr(chosen, "dtype", "auto"))

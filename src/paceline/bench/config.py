@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from rich.console import Console
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
 from .records import Method
 
-LINE_EVERY_S = 10.0  # between lines of progress
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Temperature = Annotated[float, Field(ge=0)]
@@ -96,23 +93,3 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         check(self)
-
-
-Progress = Callable[[str, tuple[int, int] | None], None]
-"""Receives the current activity of a run and, in a trial, how many are done of how many."""
-
-
-def log_lines(console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Log the progress: a line for each stage, and one about trials now and then."""
-    last = clock()
-
-    def tell(text: str, trials: tuple[int, int] | None) -> None:
-        nonlocal last
-        if trials is not None:
-            if clock() - last < LINE_EVERY_S:
-                return
-            text = f"{trials[0]} of {trials[1]} trials, {text}"
-        last = clock()
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    return tell

@@ -1,4 +1,4 @@
-"""Write the report of a benchmark: JSON with all raw trials, one page with tables, a terminal's table."""
+"""Write the report of a benchmark: JSON with all raw trials, and one page of Markdown, which a terminal shows, too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from markdown_it import MarkdownIt
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,10 +19,8 @@ from ..core.errors import ConfigError
 from .records import Cell, Exactness, Method, Report
 from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower_cells
 
-FILES = JSON_NAME, PAGE_NAME = "report.json", "report.html"
+FILES = JSON_NAME, PAGE_NAME = "report.json", "report.md"
 NOTHING = "–"  # where there is no figure
-BAD, FAINT = "bold red", "dim"
-LISTED = 8  # troubles that a terminal lists before it counts the rest
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 DEFINITIONS = {
     "tok/s": "new tokens over the time from submission to the last token; the median of a workload's trials, and the "
@@ -38,16 +33,6 @@ DEFINITIONS = {
     "floor": "time that reading weights and K/V takes at the machine's bandwidth, of the wall time",
     "exact": "token ids equal plain decoding's; yes*: the first differences are near ties",
 }
-CSS = """
-:root { color-scheme: light dark; }
-body { margin: 0; }
-main { margin: 0 auto; max-width: 70rem; padding: 1rem; overflow-wrap: anywhere; font: 15px/1.5 system-ui, sans-serif; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 4px 8px; border-top: 1px solid #8885; white-space: nowrap; }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; max-width: 45vw; }
-pre { white-space: pre-wrap; }
-"""
 
 
 # -- files
@@ -168,7 +153,7 @@ def count_of(amount: int, noun: str) -> str:
 
 
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
-    """Describe how a run was measured: model, machine, versions, ``facts``, settings, notes."""
+    """Describe how a run was measured: model, machine, versions, ``facts``, settings."""
 
     def line(what: str, values: Mapping[str, Any]) -> str:
         return f"{what}: " + (", ".join(f"{k.replace('_', ' ')} {_fact(k, v)}" for k, v in values.items()) or "unknown")
@@ -179,7 +164,6 @@ def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     return [
         *lines,
         *(f"{key.replace('_', ' ')}: {_fact(key, value)}" for key, value in settings.items()),
-        *report.notes,
     ]
 
 
@@ -205,16 +189,9 @@ def headline(summary: Summary) -> str:
     if row is None or row.speedup is None:
         return "No speculative method was compared with plain decoding."
     where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
-    first = f"Best method: {row.method.name}, {row.speedup.value:.2f}× plain decoding {where}"
+    first = f"Best method: {row.method.name}, {interval(row.speedup)} times plain decoding {where}"
     broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
-    return f"{first} ({bracket(row.speedup)}; {cell_label(row.section)}).{broken}"
-
-
-def bracket(ratio: Interval) -> str:
-    """Return the interval in words."""
-    if ratio.pairs < 2:
-        return "a single pair, no interval"
-    return f"{CONFIDENCE:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}"
+    return f"{first} ({cell_label(row.section)}).{broken}"
 
 
 def findings(summary: Summary) -> list[str]:
@@ -282,39 +259,6 @@ def _groups(summary: Summary, section: Cell) -> dict[str, list[Row]]:
     return total | {workload_title(summary.report, n): [r for r in rows if r.workload == n] for n in names}
 
 
-# -- a terminal
-
-
-def render(summary: Summary) -> RenderableType:
-    """Return findings, a table for each section, and what went wrong, readable at 80 columns."""
-    report = summary.report
-    parts: list[RenderableType] = [Text(report.title, style="bold"), Text(headline(summary))]
-    parts += [Text(line, style=FAINT) for line in how_lines(report)[:2]]
-    for section in summary.sections:
-        groups, rows = _groups(summary, section), list[list[str]]()
-        for title, own in groups.items():
-            if section == summary.main or own is next(iter(groups.values())):  # other sections show their first alone
-                rows += [[title], *([f"  {first}", *others] for first, *others in map(_cells, own))]
-        heading = cell_label(section).replace("batch", "Batch", 1)
-        parts += [Text(f"\n{heading}", style="bold cyan"), figures_table(["method", *COLUMNS], rows)]
-    parts += [Text(), *map(Text, findings(summary))]
-    wrong = troubles(summary)
-    parts += [Text(f"  {line}", style=BAD) for line in wrong[:LISTED]]
-    parts += [Text(f"  and {len(wrong) - LISTED} more, in the report")] if len(wrong) > LISTED else []
-    foot = "; ".join(f"{term}: {meaning}" for term, meaning in DEFINITIONS.items())
-    return Group(*parts, *map(Text, report.notes), Text(f"\n{foot}", style=FAINT))
-
-
-def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """Return a table with so many columns of words on the left, then figures; a row of one cell is a title."""
-    made = Table(box=None, padding=(0, 1, 0, 0))
-    for place, name in enumerate(head):
-        made.add_column(name, justify="left" if place < words else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
-    return made
-
-
 # -- Markdown
 
 
@@ -337,20 +281,9 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {text(line)}" for line in lines)
 
 
-# -- the page
-
-
 def page(summary: Summary, lead: str = "") -> str:
-    """Return one HTML page that loads nothing, with ``lead`` as for `write_report`."""
-    report = summary.report
-    blocks = [f"# {text(report.title)}", f"**{text(headline(summary))}**", bullets(findings(summary)), lead]
-    for section in summary.sections:
-        blocks += [f"## {text(cell_label(section).replace('batch', 'Batch', 1))}"]
-        for title, rows in _groups(summary, section).items():
-            blocks += [f"### {text(title)}", table(["method", *COLUMNS], map(_cells, rows))]
-    if wrong := troubles(summary):
-        blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
-    asked: dict[str, set[str]] = {}
+    """Return the page, with ``lead`` as for `write_report`."""
+    report, asked = summary.report, dict[str, set[str]]()
     for trial in report.trials:
         asked.setdefault(trial.cell.workload, set()).update(trial.prompts)
     details = [f"{m.name}: {method_detail(m)}" for m in report.methods if not m.plain]
@@ -360,20 +293,30 @@ def page(summary: Summary, lead: str = "") -> str:
         for name, of in report.workloads.items()
     ]
     command = shlex.join(report.command).replace("```", "` ` `")
-    blocks += ["## How it was measured", bullets([*how_lines(report), *details])]
-    blocks.append(f"All raw trials are in [{JSON_NAME}]({JSON_NAME}). To repeat it:\n\n```\n{command}\n```")
-    blocks += ["### Columns", bullets(f"{term}: {meaning}" for term, meaning in DEFINITIONS.items())]
-    parser = MarkdownIt("commonmark").enable("table")  # `text` lets none of a report's words become HTML
-    parser.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0" role="region"><table>')
-    parser.add_render_rule("table_close", lambda *_: "</table></div>")
-    body = parser.render("\n\n".join(block for block in blocks if block))
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<link rel="icon" href="data:,"><title>{escape(report.title)}</title>
-<style>{CSS}</style></head>
-<body><main>
-{body}</main></body></html>
-"""
+    repeat = f"All raw trials are in [{JSON_NAME}]({JSON_NAME}). To repeat it:\n\n```\n{command}\n```"
+    blocks = [figures_page(summary, lead), "## How it was measured", bullets([*how_lines(report), *details]), repeat]
+    return "\n\n".join(blocks) + "\n"
+
+
+def figures_page(summary: Summary, lead: str = "") -> str:
+    """Return findings, a table for each section and workload, what went wrong, and what columns mean."""
+    title = text(summary.report.title)
+    blocks = [f"# {title}", f"**{text(headline(summary))}**", bullets(findings(summary)), lead]
+    for section in summary.sections:
+        blocks += [f"## {text(cell_label(section).replace('batch', 'Batch', 1))}"]
+        for name, rows in _groups(summary, section).items():
+            blocks += [f"### {text(name)}", table(["method", *COLUMNS], map(_cells, rows))]
+    if wrong := troubles(summary):
+        blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
+    blocks += [bullets(summary.report.notes), bullets(f"{term}: {meaning}" for term, meaning in DEFINITIONS.items())]
+    return "\n\n".join(filter(None, blocks))
+
+
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """Return a table with so many columns of words on the left, then figures; a row of one cell is a title."""
+    made = Table(box=None, padding=(0, 1, 0, 0))
+    for place, name in enumerate(head):
+        made.add_column(name, justify="left" if place < words else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
+    return made

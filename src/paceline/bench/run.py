@@ -36,7 +36,7 @@ from ..api.llm import LLM
 from ..core.errors import ConfigError
 from ..weights.source import resolve_folder
 from . import lossless, machine, workloads
-from .config import BenchConfig, Progress
+from .config import BenchConfig
 from .encoding import Encoded, prompt_ids
 from .measure import Builder, EngineRunner, Group, model_facts
 from .records import Cell, Method, PromptIds, Report, Trial
@@ -71,13 +71,13 @@ class Run:
         out: Path | None = None,
         overwrite: bool = False,
         command: Sequence[str] = (),
-        progress: Progress | None = None,
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.config, self.out, self.overwrite = config, out, overwrite
         self.command, self.commit = list(command), commit()
         self.trials: list[Trial] = []
         self.notes: list[str] = []
-        self._tell = progress or (lambda *_: None)
+        self._tell = progress
         self.groups: dict[Cell, list[Group]] = {}
         self._runners: dict[str, EngineRunner] = {}  # by method
         self._plain = next(m for m in config.methods if m.own and m.plain)
@@ -102,7 +102,7 @@ class Run:
         _check_out(self.out, self.overwrite)
         stopped: BaseException | None = None
         with ExitStack() as stack:
-            self._tell(f"loading {config.model}", None)
+            self._tell(f"loading {config.model}")
             self._builder = Builder(config.model, config.device, config.threads, config.applications)
             target = self._builder.llm(self._plain)
             if target.tokenizer is None:
@@ -123,7 +123,7 @@ class Run:
                 report.notes.append(f"interrupted after {len(self.trials)} of {total} trials; ids were not compared")
                 report.settings["interrupted"] = True
             else:
-                self._tell("comparing token ids with plain decoding's", None)
+                self._tell("comparing token ids with plain decoding's")
                 self.compare(report)
         if self.out is not None:
             write_report(report, self.out)
@@ -135,7 +135,7 @@ class Run:
 
     def _prepare(self, cells: Sequence[Cell], loaded: dict[str, Workload]) -> None:
         """Prepare groups of prompts for every cell."""
-        self._tell("preparing the prompts", None)
+        self._tell("preparing the prompts")
         if (waves := self.config.waves) > 1:
             self.notes.append(f"each place of a batch answers {waves} prompts in turn")
         engine = partial(self._builder.llm, self._plain)
@@ -155,7 +155,7 @@ class Run:
         """Build every runner, so that errors show before the first trial; ``stack`` closes what is opened."""
         for method in self.config.methods:
             if method.own:
-                self._tell(f"preparing {method.name}", None)
+                self._tell(f"preparing {method.name}")
                 self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.lengths))
         gc.collect()
         gc.freeze()  # present objects stay: no collection between trials visits them again
@@ -185,7 +185,8 @@ class Run:
                 first = next(turns) % len(methods)
                 for method in [*methods[first:], *methods[:first]]:  # A B C, B C A, ..: nobody always runs first
                     if self.wanted(method, group):
-                        self._tell(f"{group.cell.workload}, {method.name}", (len(self.trials), total))
+                        done = f"{len(self.trials)} of {total} trials"
+                        self._tell(f"{done}, {group.cell.workload}, {method.name}")
                         self.trial(method, group, repeat, warm)
 
     def trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
@@ -209,7 +210,7 @@ class Run:
     def report(self, loaded: Sequence[Workload], target: LLM) -> Report:
         """Return the report; ids are not compared yet."""
         config = self.config
-        self._tell("measuring the memory's read bandwidth", None)
+        self._tell("measuring the memory's read bandwidth")
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
         cached = machine.read_bandwidth(config.device, target.decoder.pass_bytes)
         bandwidth = max(machine.read_bandwidth(config.device), cached)

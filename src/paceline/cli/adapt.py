@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from typing import Any
 
 import typer
@@ -12,33 +11,10 @@ import typer
 from ..adapt.config import AdaptConfig
 from ..adapt.run import adapt
 from . import INTERRUPTED
-from .console import note, stderr, stdout, this_command
+from .console import ProgressLine, note, stdout, this_command
 from .options import ModelArgument, one_model, takes
 
 app = typer.Typer(add_completion=False)
-LINE_EVERY_S = 30.0  # where no terminal shows a line that changes
-
-
-class ProgressLine:
-    """One line that changes, on a terminal; elsewhere a line now and then."""
-
-    def __init__(self) -> None:
-        self.console, self.last = stderr(), 0.0
-        self.status = self.console.status("") if self.console.is_terminal else None
-
-    def show(self, text: str) -> None:
-        """Show the progress."""
-        if self.status is not None:
-            self.status.start()
-            self.status.update(text)
-        elif time.monotonic() - self.last > LINE_EVERY_S:
-            self.last = time.monotonic()
-            note(text)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self.status is not None:
-            self.status.stop()
 
 
 @app.command(name="adapt")
@@ -73,5 +49,5 @@ def command(
         passes = made.verdict.tokens_per_pass.get(name, 1.0)
         text = f"  {name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {passes:.2f} tokens a pass"
         console.print(text, markup=False)
-    console.print(f"{made.folder}/report/report.html", markup=False)
+    console.print(f"{made.folder}/report/report.md", markup=False)
     console.print(f"paceline generate --model {model} --drafter {made.folder} --prompt ..", markup=False)

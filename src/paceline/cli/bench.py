@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markdown import Markdown
 from rich.table import Table
 
 from ..api.assembly.drafting import drafter_of
@@ -19,17 +20,16 @@ from ..api.llm import LLM, drafters_of
 from ..bench import machine, methods
 from ..bench.calibrate import calibrate as measure_costs
 from ..bench.calibrate import measure_steps
-from ..bench.config import BenchConfig, StepConfig, log_lines
-from ..bench.report import FILES, figures_table, render, write_text
+from ..bench.config import BenchConfig, StepConfig
+from ..bench.report import FILES, figures_page, figures_table, write_text
 from ..bench.run import Run
 from ..bench.summary import Summary
 from ..bench.workloads import available
 from ..core.errors import ConfigError
 from . import INTERRUPTED
-from .console import stderr, stdout
+from .console import ProgressLine, stderr, stdout
 from .help import Group
 from .options import DEFAULT_MODEL, DEFAULTS, takes
-from .session import counting, steps
 
 app = typer.Typer(add_completion=False, cls=Group)
 QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not choose
@@ -59,7 +59,7 @@ def bench(
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write report.json and the page report.html there.")
+        Path | None, typer.Option(metavar="DIR", help="Write report.json and the page report.md there.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again where --out holds a report.")] = False,
     *,
@@ -84,9 +84,10 @@ def bench(
     asked = BenchConfig(methods=tuple(methods.with_plain(chosen)), **{**config, "workloads": config["workloads"] or ()})
     console = stdout()
     command = ["paceline", *(a for a in sys.argv[1:] if a != "--overwrite")]
-    report = Run(asked, out=out, overwrite=overwrite, command=command, progress=log_lines(stderr())).execute()
+    with ProgressLine() as line:
+        report = Run(asked, out=out, overwrite=overwrite, command=command, progress=line.show).execute()
     if report.trials:
-        console.print(render(Summary(report)))
+        console.print(Markdown(figures_page(Summary(report))))
     for name in FILES if out else ():
         console.print(f"{out}/{name}", markup=False, highlight=False)
     if report.interrupted:
@@ -124,8 +125,8 @@ def calibrate(
     model, drafter = llm["model"], llm.pop("drafter")
     config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
     chosen = drafter_of(replace(config, drafter=drafters_of(config, config.resolve())[0]))
-    with steps() as progress:
-        made, file = measure_costs(LLM(**llm), chosen, progress, repeats=repeats)
+    with ProgressLine() as line:
+        made, file = measure_costs(LLM(**llm), chosen, line.show, repeats=repeats)
     console = stdout()
     tables, rows = {model: made.table, **made.drafts}, []
     for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
@@ -160,7 +161,8 @@ def step(
         wanted = f"context {max(passes.context)} with {max(passes.rows)} rows"
         raise ConfigError(wanted, f"the model has {most} positions", "choose smaller ones")
     bandwidth = machine.read_bandwidth(device)
-    with counting("timing passes", passes.repeats + 1) as progress:
+    with ProgressLine() as line:
+        progress = line.counting("timing passes", passes.repeats + 1)
         layout = kv_layout(loaded.config, loaded.decoder.own, loaded.decoder.dtype)
         costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
     computed, mode, console = str(loaded.decoder.dtype), ", exact" if loaded.decoder.exact else "", stdout()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from ..core.errors import ConfigError
 
 STYLES = {"drafted": "green", "target": ""}  # by a token's origin; "": the terminal's own colour
 MEANINGS = {"drafted": "drafted and accepted", "target": "the target's own"}
+LINE_EVERY_S = 20.0  # between two lines of progress where no terminal shows one that changes
 PIPE_WIDTH = 160  # columns of a table that no terminal limits: rich would take 80 and cut the figures
 
 
@@ -94,7 +95,40 @@ class Painter:
         return painted
 
 
-def waiting(what: str) -> AbstractContextManager[Any]:
-    """Show a spinner on stderr while something takes long; nothing where stderr is not a terminal."""
-    console = stderr()
-    return console.status(what) if console.is_terminal else nullcontext()
+class ProgressLine:
+    """One line on stderr that changes while something takes long; where that is not a terminal, a line now and then."""
+
+    def __init__(self) -> None:
+        self.console, self.last = stderr(), time.monotonic()
+        self.status = self.console.status("") if self.console.is_terminal else None
+
+    def show(self, text: str) -> None:
+        """Show the progress."""
+        if self.status is not None:
+            self.status.start()
+            self.status.update(Text(text))
+        elif time.monotonic() - self.last > LINE_EVERY_S:
+            self.last = time.monotonic()
+            note(text)
+
+    def counting(self, what: str, total: int) -> Callable[[int], None]:
+        """Return a function that shows how many of so many are done."""
+        return lambda done: self.show(f"{what}: {done} of {total}")
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self.status is not None:
+            self.status.stop()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def waiting(what: str) -> ProgressLine:
+    """Show what takes long until the end of a block."""
+    line = ProgressLine()
+    line.show(what)
+    return line

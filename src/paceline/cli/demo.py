@@ -26,9 +26,9 @@ from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..weights import zoo
 from ..weights.source import read_config
-from .console import Painter, legend, note, stderr, stdout
+from .console import Painter, ProgressLine, legend, note, stderr, stdout
 from .options import DEFAULT_MODEL, DEFAULTS, takes
-from .session import Color, counting, open_llm
+from .session import Color, open_llm
 
 app = typer.Typer(add_completion=False)
 
@@ -104,10 +104,10 @@ def demo(
     chosen, seconds = _fit(engines, chosen, repeats, TOTAL_S if prompts is None else math.inf)
     note(f"{len(chosen)} prompts, each answered {repeats} times or more {len(engines)} ways: about {seconds:.0f} s")
     console, done = stdout(color), list[Comparison]()
-    with counting("comparing", len(chosen)) as progress:
+    with ProgressLine() as line:
         for prompt in chosen:
+            line.show(f"comparing: {len(done)} of {len(chosen)}")
             done.append(_compare(engines, prompt, repeats))
-            progress(len(done))
     _show_answer(console, engines, done)
     console.print(_table(sides, done))
     if not _verdict(console, sides, done):

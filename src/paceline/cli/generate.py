@@ -19,7 +19,7 @@ from ..api.llm import LLM
 from ..core.errors import ConfigError, RequestError
 from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
-from .console import Painter, coloured, legend, note, stdout
+from .console import Painter, ProgressLine, coloured, legend, note, stdout
 from .options import DEFAULTS, takes
 from .session import (
     CHAT_SHOWN,
@@ -28,7 +28,6 @@ from .session import (
     Verbose,
     application_named,
     chosen,
-    counting,
     figures,
     open_llm,
     painted,
@@ -173,7 +172,8 @@ def _stream(
 def _answer(
     model: LLM, prompts: list[str], params: SamplingParams, chat: bool, names: list[str | None], stopped: list[int]
 ) -> list[RequestOutput]:
-    with counting("answering", len(prompts)) as progress:
+    with ProgressLine() as line:
+        progress = line.counting("answering", len(prompts))
         if not chat:
             return model.generate(prompts, params, progress=progress, application=names)
         outputs = []

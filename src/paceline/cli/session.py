@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import FrameType
@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..api.llm import LLM
 from ..core.errors import CapabilityError, ConfigError
@@ -19,7 +18,7 @@ from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..model.applications import BASE
 from ..weights import generation
-from .console import Painter, stderr, waiting
+from .console import Painter, waiting
 
 Color = Annotated[bool, typer.Option(help="Colour drafted and accepted tokens; NO_COLOR=1 turns it off, too.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Add counts, times and what speculation did to the figures.")]
@@ -69,30 +68,6 @@ CHAT_SHOWN = {
 def chosen(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling options that the user set, and those that belong to no model."""
     return {name: value for name, value in params.items() if value is not None or name not in SAMPLED}
-
-
-@contextmanager
-def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr, where that is a terminal; yield a function of how many are done."""
-    with steps() as tell:
-        tell(what, 0, total)
-        yield lambda done: tell(what, done, total)
-
-
-@contextmanager
-def steps() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar for several things in turn; yield a function of what, how many are done, and of how many."""
-    console = stderr()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, Any] = {}
-
-        def tell(what: str, done: int, of: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=of)
-            bar.update(tasks[what], completed=done)
-
-        yield tell
 
 
 def painted(console: Console, model: LLM, chunks: Iterator[Any], params: SamplingParams) -> Iterator[Any]:

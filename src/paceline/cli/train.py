@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +24,9 @@ from ..train.trainer import Phase, TrainConfig
 from ..weights.files import fingerprint
 from ..weights.source import load_tokenizer, resolve_folder
 from . import INTERRUPTED
-from .console import note, stderr, stdout, this_command
+from .console import ProgressLine, note, stdout, this_command
 from .help import Group
 from .options import takes
-from .train_progress import Bar
 
 SUFFIX = ".toml"
 
@@ -160,9 +158,29 @@ def _source(text: str) -> SourceSpec:
         raise ConfigError(f"--data {text}", "the weight is not a number", "write FILE or FILE=0.5") from error
 
 
+class StepLine(ProgressLine):
+    """The progress of a training run.
+
+    Args:
+        steps: how many there are.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show loss and speed."""
+        self.show(f"step {step} of {self.steps}: loss {figures['loss']:.3f}, {figures['tokens_per_s']:.0f} tokens/s")
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Print what was measured on held-out data."""
+        note(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+
+
 def _train(job: TrainingJob, asked: RunConfig) -> None:
-    with closing(Bar(stderr(), job.config.steps)) as bar:
-        trainer = run(job, [bar], note)
+    with StepLine(job.config.steps) as line:
+        trainer = run(job, [line], note)
     if trainer.finished:
         result = finish(job, trainer)
         note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")
