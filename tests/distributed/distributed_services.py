@@ -33,7 +33,6 @@ class About:
     cores: list[int]
     threads: str | None
     torch: bool  # whether it is loaded
-    spare: bool = False  # whether this process was a spare one
 
 
 KINDS = Say, Count, About
@@ -57,8 +56,7 @@ class Echo(Service):
     def obey(self, text: str) -> Iterator[Any]:
         if text == "about":
             threads = os.environ.get("OMP_NUM_THREADS")
-            loaded = ("torch" in sys.modules, "made_ready" in sys.modules)
-            yield About(os.getpid(), sorted(os.sched_getaffinity(0)), threads, *loaded)
+            yield About(os.getpid(), sorted(os.sched_getaffinity(0)), threads, "torch" in sys.modules)
         elif text == "fail":
             raise ValueError("no such thing")
         elif text == "hang":
@@ -73,11 +71,6 @@ class Echo(Service):
             return None
         self.counted += 1
         return [Say(str(self.counted))]
-
-
-def ready(device: str, **options: Any) -> None:
-    """What a spare process calls ahead."""
-    sys.modules["made_ready"] = sys  # for `About`
 
 
 def echo(device: str, weights: str = "", refuse: bool = False, fail: bool = False) -> Echo:

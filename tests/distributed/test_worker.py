@@ -20,7 +20,7 @@ from kits.channels import local_pair
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.runtime.handshake import GREETINGS, Facts, Hello, Refused
 from paceline.runtime.placement import Placement, cores
-from paceline.runtime.remote import HOST_LEFT, Remote, Timeouts, WarmStandby, WorkerFailed, WorkerSpec, receive
+from paceline.runtime.remote import HOST_LEFT, Remote, Timeouts, WorkerFailed, WorkerSpec, receive
 from paceline.runtime.wire import Codec, Line
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
@@ -98,36 +98,6 @@ def test_one_that_dies_is_named_and_comes_back(workers: list[Remote]):
     assert say(until_ready(worker), "back") == Say("BACK")
     assert len(set(pids)) == 3 and worker.starts == 4 and len(worker.faults) == 3
     assert len(os.listdir("/proc/self/fd")) <= open_files + 3
-
-
-def test_a_standby_process_takes_over(workers: list[Remote]):
-    """On its cores, with what it did ahead. One that has died is not missed, and `close` ends one that waits."""
-    core = cores()[-1]
-    spec = replace(SPEC, placement=Placement(cores=(core,)))
-    spare = WarmStandby(spec, "distributed_services:ready")
-    workers.append(worker := Remote(spec, LAZY, spare.launch))
-    line = worker.start()
-    assert not say(line, "about").spare
-    for alive in (True, False):
-        spare.prepare()
-        spare.prepare()
-        assert spare._waiting is not None
-        process = spare._waiting
-        if not alive:
-            process.kill()
-            process.wait()
-        os.kill(worker.pid or 0, signal.SIGKILL)
-        while worker.poll():
-            time.sleep(0.005)
-        line = until_ready(worker)
-        about = say(line, "about")
-        assert (about.pid == process.pid) == about.spare == alive
-        assert about.cores == [core]
-    spare.prepare()
-    assert spare._waiting is not None
-    waiting = spare._waiting
-    spare.close()
-    assert waiting.poll() is not None
 
 
 PARENT = """

@@ -10,9 +10,10 @@ import pytest
 import torch
 from kits.native import needs_kernels
 from kits.tiny import full_logits, tiny_config, tiny_decoder
+from specpipe_parts.cuts import cut_layers
 
 from paceline.kv.store import KVStore
-from paceline.model.stages import TEXT, Frame, Stage, StageRows, cut_layers
+from paceline.model.stages import TEXT, Frame, Stage, StageRows, even_cuts
 
 CONFIG = tiny_config(num_layers=5)
 SLOTS = 160
@@ -115,6 +116,7 @@ def test_cuts_are_the_best_of_all(seed: int) -> None:
     def slowest(bounds: list[int]) -> float:
         return max(cost(stage, *pair) for stage, pair in enumerate(pairwise(bounds)))
 
+    assert even_cuts(layers, count) == cut_layers(layers, count, lambda stage, start, stop: float(stop - start))
     found = cut_layers(layers, count, cost)
     ways = [[0, *inner, layers] for inner in combinations(range(1, layers), count - 1)]
     assert found in ways and slowest(found) == min(map(slowest, ways))

@@ -62,7 +62,7 @@ class LLM:
         self.config = config_of(model, options)
         source, runtime = self.config.resolve(), Runtime(self.config)
         candidates = drafters_of(self.config, source, beside)
-        self.config = runtime.cut(replace(self.config, drafter=candidates[0]), source)
+        self.config = replace(self.config, drafter=candidates[0])
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self._target = load_target(self.config, source, runtime) if share is None else self._shared(share)

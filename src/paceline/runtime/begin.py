@@ -18,17 +18,13 @@ from .placement import pin
 def main() -> int:
     """Run what the standard input names; return the exit status."""
     log_to_stderr()
-    while line := sys.stdin.buffer.readline():
-        begin = BEGIN.validate_json(line)
-        if begin.cores:
-            pin(begin.cores)
-        from .serving import answer, built  # what it imports begins on these cores
+    begin = BEGIN.validate_json(sys.stdin.buffer.readline())
+    if begin.cores:
+        pin(begin.cores)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    from .serving import answer  # what it imports begins on these cores
 
-        if not begin.waits:
-            threading.Thread(target=_end_with_parent, daemon=True).start()
-            return answer(begin)
-        built(begin)
-    return 0
+    return answer(begin)
 
 
 def _end_with_parent() -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
-from ..api.config import LLMConfig
-from ..api.llm import LLM, drafters_of
+from ..api.llm import LLM
 from ..core.errors import CapabilityError, ConfigError, QueueFull
 from ..core.grammar import Grammar
 from ..core.inference import inference
@@ -23,10 +22,8 @@ from ..core.outputs import Chunk
 from ..core.sampling import SamplingParams
 from ..core.speculation import Speculation
 from ..core.trace import Shown
-from ..draft import registry
 from ..engine.live import LiveRequest
 from ..weights import generation
-from ..weights.gguf import is_gguf
 from .requests import (
     KINDS,
     Abort,
@@ -62,15 +59,6 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
     gc.collect()
     gc.freeze()  # no later collection looks at what is there now: 150 ms in which no stream would go on
     return made
-
-
-def prepare(device: str, options: Mapping[str, Any]) -> None:
-    """Import what `service` will need with these options, ahead of it; errors are left to that."""
-    config = LLMConfig(**{**options, "device": device})
-    source = config.resolve()
-    registry.parse(drafters_of(config, source, SERVED)[0])
-    if not is_gguf(source.folder):
-        source.tokenizer()  # transformers takes a second
 
 
 def warm(llm: LLM) -> None:

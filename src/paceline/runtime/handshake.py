@@ -55,10 +55,9 @@ class Begin:
     options: dict[str, Any]  # of that function
     cores: list[int]
     device: str
-    line: str = ""  # address of the messages (`wire.listening`) ..
-    beats: str = ""  # .. and of the heartbeats
-    beat_s: float = 0.0  # between two heartbeats
-    waits: bool = False  # it calls ``service`` to get ready, and another `Begin` follows
+    line: str  # address of the messages (`wire.listening`) ..
+    beats: str  # .. and of the heartbeats
+    beat_s: float  # between two heartbeats
 
 
 @dataclass(frozen=True, slots=True)

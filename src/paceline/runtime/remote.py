@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -58,11 +58,6 @@ class WorkerSpec:
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
 
-    def begin(self, line: str = "", beats: str = "", beat_s: float = 0.0) -> Begin:
-        """Return what its process is told; see `Begin`."""
-        where = self.placement
-        return Begin(self.name, self.service, dict(self.options), [*where.cores], where.device, line, beats, beat_s)
-
 
 class Handle:
     """A worker that was started, with this end of its lines.
@@ -79,7 +74,10 @@ class Handle:
         socket, line = listening(zmq.DEALER, host)
         self.line = Line(socket, Codec(*GREETINGS, *spec.kinds))
         self._beats, beats = listening(zmq.PULL, host, last_only=True)
-        self.begin = spec.begin(line, beats, beat_s)
+        where = spec.placement
+        self.begin = Begin(
+            spec.name, spec.service, dict(spec.options), [*where.cores], where.device, line, beats, beat_s
+        )
 
     def poll(self) -> int | str | None:
         """Return its exit status, below 0 a signal's number, or how it ended in words; None: it runs."""
@@ -101,13 +99,21 @@ Launch = Callable[[WorkerSpec, float], Handle]  # of a worker, and the seconds b
 
 
 class LocalHandle(Handle):
-    """A worker in a process of this host; ``process``: one that waits to be told what it is."""
+    """A worker in a process of this host, with which it ends."""
 
-    def __init__(self, spec: WorkerSpec, beat_s: float, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, beat_s: float) -> None:
         super().__init__(spec, beat_s)
-        self._process = process or _process(spec)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "paceline.runtime.begin"],
+            stdin=subprocess.PIPE,
+            env=os.environ | spec.placement.environment(),
+            process_group=0,  # Ctrl-C is for its parent, with which it ends
+        )
         self.pid = self._process.pid
-        _tell(self._process, self.begin)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # one that has ended already is found by the next look
+            self._process.stdin.write(BEGIN.dump_json(self.begin) + b"\n")
+            self._process.stdin.flush()
 
     def poll(self) -> int | None:
         """See `Handle`."""
@@ -116,72 +122,10 @@ class LocalHandle(Handle):
     def end(self) -> None:
         """See `Handle`."""
         super().end()
-        _kill(self._process)
-
-
-def _process(spec: WorkerSpec) -> subprocess.Popen[bytes]:
-    """Start a process that waits to be told what it is."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.runtime.begin"],
-        stdin=subprocess.PIPE,
-        env=os.environ | spec.placement.environment(),
-        process_group=0,  # Ctrl-C is for its parent, with which it ends
-    )
-
-
-def _tell(process: subprocess.Popen[bytes], begin: Begin) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # one that has ended already is found by the next look
-        process.stdin.write(BEGIN.dump_json(begin) + b"\n")
-        process.stdin.flush()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-
-
-class WarmStandby:
-    """A process that has imported what the next worker of a kind will need, and waits to be that worker.
-
-    It costs memory, and no time while it waits; it ends with this process.
-
-    Args:
-        spec: of the worker.
-        prepare: "module:function" that the process calls ahead, with ``device`` and the worker's options.
-    """
-
-    def __init__(self, spec: WorkerSpec, prepare: str) -> None:
-        self._spec, self._prepare = spec, prepare
-        self._waiting: subprocess.Popen[bytes] | None = None
-
-    def prepare(self) -> None:
-        """Start one, if there is none yet; one that ended is not replaced before the next worker.
-
-        Raises:
-            OSError: a process cannot be started.
-        """
-        if self._waiting is None:
-            self._waiting = _process(self._spec)
-            _tell(self._waiting, replace(self._spec.begin(), service=self._prepare, waits=True))
-
-    def launch(self, spec: WorkerSpec, beat_s: float) -> Handle:
-        """Start the worker in it, or in a new process if there is none."""
-        waiting = self._waiting
-        if waiting is None or waiting.poll() is not None:
-            self.close()
-            return LocalHandle(spec, beat_s)
-        self._waiting = None
-        return LocalHandle(spec, beat_s, waiting)
-
-    def close(self) -> None:
-        """End it."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            _kill(waiting)
-            waiting.wait()
+        self._process.kill()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 class Remote:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import zmq
@@ -97,7 +97,7 @@ def answer(begin: Begin, host: str = "") -> int:
     line = Line(connected(zmq.DEALER, begin.line), Codec(*GREETINGS))
     try:
         try:
-            service = built(begin)
+            service: Service = resolve_name(begin.service)(device=begin.device, **begin.options)
         except ConfigError as error:
             line.send(Refused(error.asked, error.wrong, error.remedy, host))
             return 2
@@ -110,12 +110,6 @@ def answer(begin: Begin, host: str = "") -> int:
         serve(service, line, progress)
     finally:
         zmq.Context.instance().destroy(linger=1000)
-
-
-def built(begin: Begin) -> Any:
-    """Call the function that it names, and return the result."""
-    module, _, name = begin.service.partition(":")
-    return getattr(import_module(module), name)(device=begin.device, **begin.options)
 
 
 def _beat(begin: Begin, progress: Progress) -> None:

@@ -7,12 +7,9 @@ layers.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
-from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
@@ -24,13 +21,12 @@ from ..api.assembly.models import LoadedModel, TargetPart, load_part, load_ranks
 from ..api.config import LLMConfig
 from ..api.split import Split, parse_split
 from ..core.errors import ConfigError
-from ..core.inference import inference
-from ..core.options import shown, written
+from ..core.options import written
 from ..engine.rounds import parse_round
 from ..kv.pool import KVPool
 from ..kv.store import KVStore
 from ..model.devices import ALL_GPUS, share_devices
-from ..model.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
+from ..model.stages import Stage
 from ..weights.source import Source, parse_device
 from .handshake import Facts
 from .messages import KINDS
@@ -43,9 +39,6 @@ from .workers import TIMEOUTS, end_all
 
 if TYPE_CHECKING:
     from .cluster import ClusterHosts
-
-_MEASURED = "layers=auto"  # of the round, in place of a cut
-TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
 log = logging.getLogger(__name__)
 
@@ -78,64 +71,6 @@ def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: Cl
     if config.threads is None and placements[-1].num_threads:
         torch.set_num_threads(max(1, placements[-1].num_threads // config.tensor_parallel))
     return stage_line
-
-
-def with_cut(config: LLMConfig, source: Source) -> LLMConfig:
-    """Return the options with ``layers=auto`` replaced by a cut from what a layer and the head take here.
-
-    A layer is timed with one row and with w rows. Rows fall along a pipeline, since its trees are pruned on their way:
-    taken are w of them in the first stage, one in the last, and even factors between.
-
-    Raises:
-        ConfigError: stages on other hosts, more stages than layers, a checkpoint that cannot be used.
-    """
-    if config.pipeline is None or _MEASURED not in config.round.split(","):
-        return config
-    split, chosen = parse_split(config.pipeline), cast("Any", parse_round(config.round))
-    if config.cluster is not None:
-        wrong = "what other hosts take is not measured"
-        raise ConfigError(f"cluster={shown(config.cluster)} with layers=auto", wrong, "name the layers of each stage")
-    count, width = source.shape.num_layers, chosen.width
-    even_cuts(count, split.stages)  # says now what is wrong with their number
-    layer, head = _timed(config, source, place(split, config.device)[-1].num_threads, (1, width))
-    rows = [width ** (1 - stage / max(1, split.stages - 1)) for stage in range(split.stages)]
-    slope = (layer[width] - layer[1]) / max(1, width - 1)
-    bounds = cut_by_rows(count, rows, lambda n: layer[1] + max(0.0, slope) * (n - 1), head)
-    layers = "x".join(str(b - a) for a, b in zip(bounds, bounds[1:], strict=False))
-    log.info("stages of %s layers: one takes %.2f ms, the head %.2f ms", layers, 1e3 * layer[1], 1e3 * head)
-    text = ",".join(f"layers={layers}" if part == _MEASURED else part for part in config.round.split(","))
-    return replace(config, round=text)
-
-
-@inference
-def _timed(
-    config: LLMConfig, source: Source, threads: int | None, rows: Sequence[int]
-) -> tuple[dict[int, float], float]:
-    """Return the median seconds of the last layer by rows, and of the head with one row, with so many threads."""
-    before = torch.get_num_threads()
-    decoder = load_part(config, source, TargetPart((source.shape.num_layers - 1, source.shape.num_layers), ends=True))
-    pool = KVPool(*decoder.cache_shape, TIMED_KEYS + max(rows), decoder.dtype, decoder.device)
-    stage = Stage(decoder, 0, 1, pool.tensors)
-    hidden = torch.zeros(max(rows), decoder.config.d_model, dtype=decoder.dtype, device=decoder.device)
-    found = {}
-    torch.set_num_threads(threads or before)
-    try:
-        for count in rows:
-            keys, places = TIMED_KEYS + count, range(TIMED_KEYS, TIMED_KEYS + count)
-            text = StageRows(0, 0, [0] * count, [TEXT] * count, places, slice(0, keys), keys, TIMED_KEYS)
-            found[count] = _median_s(partial(stage.run, Frame(0, [text], hidden[:count])))
-        return found, _median_s(lambda: decoder.read(hidden[:1]))
-    finally:
-        torch.set_num_threads(before)
-
-
-def _median_s(call: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(TIMES + 2):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return median(times[2:])
 
 
 def place(split: Split, device: str, hosts: ClusterHosts | None = None) -> list[Placement]:

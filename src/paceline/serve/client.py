@@ -23,7 +23,7 @@ from ..core.outputs import Chunk
 from ..runtime.clock import Late
 from ..runtime.handshake import Fault
 from ..runtime.placement import Placement
-from ..runtime.remote import Remote, Timeouts, WarmStandby, WorkerSpec
+from ..runtime.remote import Remote, Timeouts, WorkerSpec
 from ..runtime.requests import (
     KINDS,
     Abort,
@@ -41,7 +41,6 @@ from ..runtime.wire import Line, MessageError
 log = logging.getLogger(__name__)
 WATCH_S = 0.05  # between two looks at the engine
 LEAST_S = 1e-3  # of a deadline that has passed meanwhile
-STANDBY_S = 2.0  # that an engine is ready before a standby process starts
 STUCK_S = 60.0  # at one step, after which an engine is taken to hang
 # An engine that was well for `healthy_s` is started again at once.
 TIMEOUTS = Timeouts(start_s=600.0, stuck_s=STUCK_S, healthy_s=1.0)
@@ -124,8 +123,7 @@ class EngineClient:
             kinds=KINDS,
             placement=Placement(device=options["device"]),
         )
-        self._standby: WarmStandby | None = WarmStandby(spec, "paceline.runtime.engine_worker:prepare")
-        self._worker = Remote(spec, TIMEOUTS, self._standby.launch)
+        self._worker = Remote(spec, TIMEOUTS)
         self.launched_at = self._attached_at = self._detached_at = 0.0
         self._engine: Line | None = None  # while there is one
         self._descriptor = -1  # readable when messages of the engine may have arrived
@@ -169,8 +167,6 @@ class EngineClient:
                 await self._watch
         self._unwatch()
         self._worker.stop()
-        if self._standby is not None:
-            self._standby.close()
         self.end_all("the server is shutting down")
 
     async def drained(self) -> None:
@@ -295,7 +291,7 @@ class EngineClient:
     async def _watch_it(self) -> None:
         while True:
             try:
-                ready = self._worker.poll()
+                self._worker.poll()
             except ConfigError as error:
                 self._detach()
                 self.failed = error
@@ -307,12 +303,6 @@ class EngineClient:
                 self._detach()
             if self._engine is None and self._worker.line is not None:
                 self._attach(self._worker.line)
-            if ready and self._standby is not None and time.monotonic() - self._attached_at > STANDBY_S:
-                try:
-                    self._standby.prepare()
-                except (OSError, PacelineError) as error:
-                    log.warning("no standby process for the engine can be started: %s", error)
-                    self._standby = None
             await asyncio.sleep(WATCH_S)
 
     def _attach(self, line: Line) -> None:

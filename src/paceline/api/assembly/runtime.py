@@ -30,10 +30,6 @@ class Runtime:
     def __init__(self, config: LLMConfig) -> None:
         self._hosts = None if config.cluster is None else _module("cluster").ClusterHosts(config)
 
-    def cut(self, config: LLMConfig, source: Source) -> LLMConfig:
-        """Return the options with ``layers=auto`` of a pipeline replaced by a cut that is measured."""
-        return config if config.pipeline is None else _module("stage_worker").with_cut(config, source)
-
     def start_ranks(self, config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
         """Start the other ranks of a target, or of a part of it; return rank 0, with the line to them."""
         return _module("rank_worker").start_ranks(config, source, part)

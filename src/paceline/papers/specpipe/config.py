@@ -22,7 +22,6 @@ from .round import PipelineRound
 from .source import Source
 
 LAST = -1  # the tap of the last layer
-MEASURED = "auto"  # in place of a cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +32,7 @@ class PipelineConfig(AheadConfig):
     chooser: ClassVar[str] = "source"
 
     stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
-    layers: str = option(
-        "", help="layers of each stage, such as 5x4x3; auto: by measured times; none: as even as can be"
-    )
+    layers: str = option("", help="layers of each stage, such as 5x4x3; none: as even as can be")
     width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
     children: int = option(4, help="candidates below each of them", minimum=1)
     rows: int | None = option(
@@ -56,7 +53,7 @@ class PipelineConfig(AheadConfig):
     def validate(self) -> None:
         """Check that a cut names the layers of all stages."""
         super().validate()
-        parts = self.layers.split("x") if self.layers not in ("", MEASURED) else []
+        parts = self.layers.split("x") if self.layers else []
         self.require("layers", all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 5x4x3")
         named = len(parts)
         self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
@@ -85,14 +82,10 @@ class PipelineConfig(AheadConfig):
         """First layer of every stage, and one past the last one's last.
 
         Raises:
-            ConfigError: more stages than layers, a cut of another number of layers, or one that is still to be
-                measured.
+            ConfigError: more stages than layers, or a cut of another number of layers.
         """
         if not self.layers:
             return even_cuts(layers, self.stages)
-        if self.layers == MEASURED:
-            wrong = "times are measured where stages start in processes of this host"
-            raise ConfigError("round='pipeline,layers=auto'", wrong, "give pipeline=STAGES, or name the layers")
         found = [0, *accumulate(map(int, self.layers.split("x")))]
         if found[-1] != layers:
             wrong = f"these are {found[-1]} layers, and the target has {layers}"
