@@ -16,16 +16,9 @@ Call = tuple[str, str]
 
 def read(family: str, pieces: list[str]) -> tuple[str, list[Call]]:
     """The content and the calls of a text that comes in pieces."""
-    parser, content, calls = ToolParser(family), "", list[list[str]]()
+    parser = ToolParser(family)
     said = [one for piece in pieces for one in parser.feed(piece)] + parser.end()
-    for kind, text in said:
-        if kind == "content":
-            content += text
-        elif kind == "name":
-            calls.append([text, ""])
-        else:
-            calls[-1][1] += text
-    return content, [(name, arguments) for name, arguments in calls]
+    return "".join(one for one in said if isinstance(one, str)), [one for one in said if not isinstance(one, str)]
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -122,7 +115,12 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         [("f", '{"a": 1}')],
     ),
     "no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
-    "cut off": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, 2', "", [("f", '{"a": [1, 2')]),
+    "cut off": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": [1, 2',
+        '<tool_call>{"name": "f", "arguments": {"a": [1, 2',
+        [],
+    ),
     "no call at all": ("hermes", "a <tool_call>not json</tool_call> b", "a <tool_call>not json</tool_call> b", []),
     "python tag": ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', "", [("f", '{"x": 1}')]),
     "json that is no call": ("llama3", '{"a": 1}', '{"a": 1}', []),
@@ -154,8 +152,8 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "behind a call that broke off": (
         "hermes",
         '<tool_call>{"name": "a", "arguments": {"x": 1 <tool_call>{"name": "b", "arguments": {}}</tool_call>',
-        "",
-        [("a", '{"x": 1 '), ("b", "{}")],
+        '<tool_call>{"name": "a", "arguments": {"x": 1',
+        [("b", "{}")],
     ),
     "behind what was no call": (
         "hermes",

@@ -190,12 +190,8 @@ def test_the_shipped_templates_write_what_their_family_reads(family: str) -> Non
     text, results = written(None), ("Weather?", "rain", "sun", "Rain, sun.", "Thanks.")
     begin = min(text.index(mark) for mark in ("<tool_call>", "[TOOL_CALLS]", '{"name"') if mark in text)
     end = min(text.index(mark, begin) for mark in ("<|eot_id|>", "<|im_end|>", "</s>") if mark in text)
-    parser, calls = ToolParser(family), list[list[str]]()
-    for kind, piece in parser.feed(text[begin:end]) + parser.end():
-        if kind == "name":
-            calls.append([piece, ""])
-        elif kind == "arguments":
-            calls[-1][1] += piece
+    parser = ToolParser(family)
+    calls = [one for one in parser.feed(text[begin:end]) + parser.end() if not isinstance(one, str)]
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [
         ("weather", {"city": "K\u00f6ln", "day": day}) for day in (1, 2)
     ]

@@ -79,15 +79,9 @@ class _ChatReply(Choices):
     def _parts(self, place: int, chunk: Chunk) -> list[Choice]:
         """Return the choices of a piece, see `Choices`."""
         reader, found = self._readers[chunk.index], list[Choice]()
-        for kind, text in reader.read(chunk):
-            if kind == "content":
-                part: dict[str, Any] = {"content": text}
-            else:
-                function = {"arguments": text} if kind == "arguments" else {"name": text, "arguments": ""}
-                part = {"tool_calls": [{"index": len(reader.calls) - 1, "function": function}]}
-                if kind == "name":
-                    part["tool_calls"][0] |= {"id": reader.calls[-1]["id"], "type": "function"}
-            found.append(_choice(chunk.index, part))
+        for text in reader.read(chunk):
+            call = {"tool_calls": [{"index": len(reader.calls) - 1, **_call(reader.calls[-1])}]} if text is None else {}
+            found.append(_choice(chunk.index, call or {"content": text}))
         if not found:
             found.append(_choice(chunk.index, {"content": ""} if chunk.token_ids and not self._tools else {}))
         choice = found[-1]
@@ -105,10 +99,7 @@ class _ChatReply(Choices):
             del choice["delta"]
             content = reader.content or (None if reader.calls else "")
             message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": content}
-            calls = [
-                {"id": call["id"], "type": "function", "function": {k: call[k] for k in ("name", "arguments")}}
-                for call in reader.calls
-            ]
+            calls = [_call(call) for call in reader.calls]
             choice["message"] = message | ({"tool_calls": calls} if calls else {})
         return super().whole() | self._prompt(0)
 
@@ -124,6 +115,10 @@ class _ChatReply(Choices):
             for number in [token, *likeliest]
         )
         return {**own, "top_logprobs": others}
+
+
+def _call(call: dict[str, str]) -> dict[str, Any]:
+    return {"id": call["id"], "type": "function", "function": {k: call[k] for k in ("name", "arguments")}}
 
 
 def _choice(index: int, delta: dict[str, Any]) -> Choice:

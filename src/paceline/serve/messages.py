@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -228,17 +227,17 @@ class MessageReply(Reply):
 
     def take(self, place: int, chunk: Chunk) -> Iterator[Event]:
         """Add a piece, see `Reply`."""
-        for kind, text in self._reader.read(chunk):
-            if kind == "name":
-                name = self._reader.calls[-1]["id"].replace("call_", "toolu_", 1)
-                yield from self._open({"type": "tool_use", "id": name, "name": text, "input": {}})
-                continue
-            if kind == "content":
+        for text in self._reader.read(chunk):
+            if text is None:
+                call = self._reader.calls[-1]
+                name = call["id"].replace("call_", "toolu_", 1)
+                yield from self._open({"type": "tool_use", "id": name, "name": call["name"], "input": {}})
+                more = {"type": "input_json_delta", "partial_json": call["arguments"]}
+            else:
                 if not self._blocks or self._blocks[-1]["type"] != "text":
                     yield from self._open({"type": "text", "text": ""})
                 self._blocks[-1]["text"] += text
-            more = {"text": text} if kind == "content" else {"partial_json": text}
-            more["type"] = "text_delta" if kind == "content" else "input_json_delta"
+                more = {"type": "text_delta", "text": text}
             yield {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": more}
         add_shown(self._shown, self._speculation, chunk)
         if chunk.finish_reason == "stop" and isinstance(chunk.stop_reason, str):
@@ -270,10 +269,9 @@ class MessageReply(Reply):
         return error.body(PATH)
 
     def whole(self) -> dict[str, Any]:
-        """Return the message; arguments that broke off are what could be read of them: none."""
+        """Return the message, see `Reply`."""
         uses = [block for block in self._blocks if block["type"] == "tool_use"]
         for block, call in zip(uses, self._reader.calls, strict=True):
-            with suppress(ValueError):
-                block["input"] = json.loads(call["arguments"] or "{}")
+            block["input"] = json.loads(call["arguments"])
         self._blocks = self._blocks or [{"type": "text", "text": ""}]
         return self._message() | self.answer.ends() | self._shown

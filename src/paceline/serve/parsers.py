@@ -1,24 +1,20 @@
 """Tool calls in a model's text, by the family of its chat template.
 
 The result depends on the text alone and never on the pieces in which it comes: a speculative step brings several
-tokens at once, and a client must see the same calls. So text is kept until it is clear what it is.
-
-Text that turns out to be no call is content. A call that has begun is never taken back: where its arguments break off,
-the part that is JSON stays, and the rest is content, in which further calls are looked for.
+tokens at once, and a client must see the same calls. So text is kept until it is clear what it is: a call comes whole,
+and text that turns out to be no call is content, in which further calls are looked for.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Iterator
+from types import NoneType
 from typing import Any, Literal
 
 from pydantic_core import from_json
 
-Kind = Literal["content", "name", "arguments"]
-ParsedPiece = tuple[Kind, str]  # more content; a call's name, with which it begins; more of the last call's arguments
+ParsedPiece = str | tuple[str, str]  # more content; or a call: name and arguments
 
 # Before a call, and after it, where it is in no list:
 # - Hermes, Qwen and SmolLM2, which writes a list in it: <tool_call>{"name": .., "arguments": {..}}</tool_call>
@@ -28,7 +24,6 @@ _FORMS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3": ("<|python_tag|>"
 FAMILIES = tuple(_FORMS)
 
 _SPACE = " \t\r\n"
-_KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*", re.ASCII)
 _MAY_BE_NAMED = re.compile(r"[\w.\[\]-]*\s*", re.ASCII)
 _DECODER = json.JSONDecoder()
@@ -56,7 +51,6 @@ class ToolParser:
         self._held = ""  # passed over since the tag or the last call; content, where no call follows
         self._in_list = False
         self._name: str | None = None  # of the call at hand, where it stands in front of its arguments
-        self._told: int | None = None  # characters of the arguments at hand; None: the call has not begun
 
     def feed(self, text: str) -> list[ParsedPiece]:
         """Read more text and return the content and calls that it completes.
@@ -75,24 +69,21 @@ class ToolParser:
             pass
         if not (self._called and self._held.strip() in ("", ",", ";")):
             self._say_content(self._held)
-        if not self._called:
-            self._say("content", self._blank)
+        if not self._called and self._blank:
+            self._pieces.append(self._blank)
         return self._take()
 
     def _take(self) -> list[ParsedPiece]:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _say(self, kind: Kind, text: str) -> None:
-        if text:
-            self._pieces.append((kind, text))
-
     def _say_content(self, text: str) -> None:
         """Add content, but for white space at its end, which waits."""
         text = self._blank + text
         solid = text.rstrip(_SPACE)
         self._blank = text[len(solid) :]
-        self._say("content", solid)
+        if solid:
+            self._pieces.append(solid)
 
     def _pass(self, count: int) -> None:
         self._held, self._text = self._held + self._text[:count], self._text[count:]
@@ -114,7 +105,7 @@ class ToolParser:
     def _break_off(self) -> None:
         """Emit what was held back as content, and read on as content."""
         self._say_content(self._held)
-        self._held, self._stage, self._in_list, self._name, self._told = "", "content", False, None, None
+        self._held, self._stage, self._in_list, self._name = "", "content", False, None
 
     def _look_for_tag(self, last: bool) -> bool:
         content, tag, rest = self._text.partition(self._tag)
@@ -152,30 +143,17 @@ class ToolParser:
             return True
         if text[0] != "{":
             raise _Broken
-        end, stop = _end_of_object(text), len(text)
-        goes_on = end is None and _goes_on(text)
-        if end is None and not goes_on:
-            stop = bisect_left(range(stop), True, key=lambda n: not _goes_on(text[: n + 1]))
-        name, arguments, behind = self._parts(text[: end or stop])
-        if end is not None and name is None:
-            raise _Broken
-        if end is not None and arguments is None:
-            arguments = "{}"
-        if name is not None and arguments is not None:
-            if self._told is None:
-                self._called, self._told, self._held, self._blank = True, 0, "", ""
-                self._say("name", name)
-            self._say("arguments", arguments[self._told :])
-            self._told = len(arguments)
-        if end is not None:
-            self._text, self._stage, self._name, self._told = text[end:], "after", None, None
-        elif goes_on and not last:
+        try:
+            value, end = _DECODER.raw_decode(text)
+            from_json(text[:end], allow_inf_nan=False)  # which is stricter
+        except (ValueError, RecursionError):
+            if last or not _may_go_on(text):
+                raise _Broken from None
             return False
-        elif self._told is None:
-            raise _Broken
-        else:
-            self._text = text[behind:]
-            self._break_off()
+        name, arguments = (self._name, value) if self._name is not None else _read(value)
+        self._called, self._held, self._blank = True, "", ""
+        self._pieces.append((name, json.dumps(arguments, ensure_ascii=False)))
+        self._text, self._stage, self._name = text[end:], "after", None
         return True
 
     def _after(self, last: bool) -> bool:
@@ -192,60 +170,24 @@ class ToolParser:
                 return False
         raise _Broken
 
-    def _parts(self, text: str) -> tuple[str | None, str | None, int]:
-        """Name and arguments of a call, in the text so far, and where the arguments end."""
-        if self._name is not None:
-            return self._name, text, len(text)
-        name: str | None = None
-        arguments: str | None = None
-        behind = 0
-        for key, value, start, end in _members(text):
-            if key == "name" and name is None:
-                if text[start] != '"' or value == "":
-                    raise _Broken
-                name = value
-            elif key in ("arguments", "parameters") and arguments is None:
-                behind = len(text) if end is None else end
-                if text[start] == "{":
-                    arguments = text[start:behind]
-                elif text[start] not in '"n':
-                    raise _Broken
-                elif end is not None:  # null, or a text
-                    arguments = value or "{}"
-                    if _end_of_object(arguments) != len(arguments):
-                        raise _Broken
-        return name, arguments, behind
 
-
-def _members(text: str) -> Iterator[tuple[str, Any, int, int | None]]:
-    """Yield keys and values of an incomplete object, and where each value begins and ends (None: not yet)."""
-    at: int | None = 1
-    while at is not None and (found := _KEY.match(text, at)) and found.end() < len(text):
+def _read(call: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of a call."""
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
         try:
-            value, at = _DECODER.raw_decode(text, found.end())
+            arguments = from_json(arguments or "{}", allow_inf_nan=False)
         except ValueError:
-            value = at = None
-        yield json.loads(found[1]), value, found.end(), at
+            raise _Broken from None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | NoneType):
+        raise _Broken
+    return name, arguments or {}
 
 
-def _end_of_object(text: str) -> int | None:
-    """Return the end of the object that begins a text; None: it is incomplete or invalid."""
+def _may_go_on(text: str) -> bool:
+    """Check that a text may be the beginning of an object."""
     try:
-        end = _DECODER.raw_decode(text)[1] if text[0] == "{" else 0
-        from_json(text[:end], allow_inf_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return end
-
-
-def _goes_on(text: str) -> bool:
-    """Check that a text is the beginning of an object, and of nothing else that `from_json` would accept.
-
-    `from_json` ignores anything in the place of a comma or an end.
-    """
-    for rest in ("", ",,\0\0"):
-        try:
-            from_json(text + rest, allow_inf_nan=False, allow_partial=True)
-        except ValueError:
-            return rest != ""
-    return False
+        from_json(text, allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        return False
+    return True

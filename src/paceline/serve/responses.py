@@ -235,15 +235,14 @@ class _ResponseReply(Reply):
     def take(self, place: int, chunk: Chunk) -> Iterator[Event]:
         """Add a piece, see `Reply`."""
         add_shown(self._shown, self._body.speculation, chunk)
-        for kind, text in self._reader.read(chunk):
-            if kind == "content":
+        for text in self._reader.read(chunk):
+            if text is not None:
                 yield from self._write(text)
-            elif kind == "name":
-                call = {"call_id": self._reader.calls[-1]["id"], "name": text, "arguments": ""}
-                yield from self._open("function_call", "fc", call)
-            else:
-                self._items[-1]["arguments"] += text
-                yield self._of_item("function_call_arguments.delta", delta=text)
+                continue
+            call = self._reader.calls[-1]
+            yield from self._open("function_call", "fc", {"call_id": call["id"], "name": call["name"], "arguments": ""})
+            self._items[-1]["arguments"] = call["arguments"]
+            yield self._of_item("function_call_arguments.delta", delta=call["arguments"])
         if chunk.finish_reason is not None:
             if not self._items:
                 yield from self._write("")

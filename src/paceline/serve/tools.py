@@ -135,19 +135,18 @@ class CallReader:
         self.named = use is not None and use.named
         self._parser = None if use is None else ToolParser(use.family)
 
-    def read(self, chunk: Chunk) -> Iterator[ParsedPiece]:
-        """Yield what a piece brings, as it is added to content and calls."""
+    def read(self, chunk: Chunk) -> Iterator[str | None]:
+        """Yield more content as it is added; None: a call was added."""
         if self._parser is None:
-            pieces: list[ParsedPiece] = [("content", chunk.text)] if chunk.text else []
+            pieces: list[ParsedPiece] = [chunk.text] if chunk.text else []
         else:
             pieces = self._parser.feed(chunk.text)
             if chunk.finish_reason is not None:
                 pieces += self._parser.end()
-        for kind, text in pieces:
-            if kind == "content":
-                self.content += text
-            elif kind == "name":
-                self.calls.append({"id": f"call_{secrets.token_hex(12)}", "name": text, "arguments": ""})
+        for piece in pieces:
+            if isinstance(piece, str):
+                self.content += piece
+                yield piece
             else:
-                self.calls[-1]["arguments"] += text
-            yield kind, text
+                self.calls.append({"id": f"call_{secrets.token_hex(12)}", "name": piece[0], "arguments": piece[1]})
+                yield None
