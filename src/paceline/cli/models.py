@@ -15,10 +15,9 @@ from ..weights import zoo
 from ..weights.hub import env_offline, from_hub
 from ..weights.published import Published, cache
 from .console import stdout
-from .help import Group
 from .options import JsonLines
 
-app = typer.Typer(add_completion=False, cls=Group)
+app = typer.Typer(add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

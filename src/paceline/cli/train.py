@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option, suggest
@@ -25,13 +26,12 @@ from ..weights.files import fingerprint
 from ..weights.source import load_tokenizer, resolve_folder
 from . import INTERRUPTED
 from .console import ProgressLine, note, stdout, this_command
-from .help import Group
 from .options import takes
 
 SUFFIX = ".toml"
 
 
-class RecipeGroup(Group):
+class RecipeGroup(TyperGroup):
     """A name that ends in .toml is a recipe file."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
