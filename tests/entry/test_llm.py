@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -227,18 +226,9 @@ PROMPTS = [PROMPT, "def add(a, b):", "The capital of", "1 2 3 4", "Dear friend",
 
 
 def settled(server: AsyncLLM) -> bool:
-    """Whether the engine's thread has nothing in flight any more (waits a while for it)."""
-    done = threading.Event()
-
-    def look() -> None:
-        if not server._llm.engine.busy:
-            done.set()
-
-    for _ in range(200):
-        server._orders.put(look)
-        if done.wait(0.02):
-            return True
-    return False
+    """Whether the engine's thread has nothing in flight any more, after all that was ordered."""
+    server._thread.submit(server._llm.engine.settle).result()
+    return not server._llm.engine.busy
 
 
 def test_many_tasks_at_once_get_what_generate_gives(llm: LLM, served: AsyncLLM):
@@ -284,7 +274,8 @@ def test_a_loop_that_is_gone_does_not_stop_the_engine(llm: LLM, served: AsyncLLM
     stream = served.stream(PROMPT, replace(GREEDY, max_tokens=60))
     loop.run_until_complete(anext(stream))
     loop.close()  # without a word to the stream
-    assert ids([asyncio.run(served.generate("Q:", GREEDY))]) == ids(llm.generate("Q:", GREEDY))
+    longer = replace(GREEDY, max_tokens=80, ignore_eos=True)
+    assert ids([asyncio.run(served.generate("Q:", longer))]) == ids(llm.generate("Q:", longer))
     assert settled(served)
 
 

@@ -266,7 +266,7 @@ async def read_memory(soak: Soak, began: float, drafter: str, seconds: float, ot
 async def _settle(llm: AsyncLLM) -> None:
     """Give what was cancelled last the time to be dropped."""
     for _ in range(200):
-        if not llm._llm.engine.busy and llm._orders.empty():
+        if not llm._llm.engine.busy:
             return
         await asyncio.sleep(0.01)
 
@@ -279,7 +279,6 @@ def left_behind(llm: AsyncLLM) -> list[str]:
         "requests": len(engine.live),
         "waiting sequences": len(scheduler.waiting),
         "running sequences": len(scheduler.running),
-        "listeners": len(llm._listeners),
     }
     found = [f"{count} {what} are left" for what, count in counts.items() if count]
     pools = [engine.pool, getattr(engine.round.drafter, "_pool", None)]  # type: ignore[attr-defined]

@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stop-after", type=int, help="stop after this step, with a checkpoint")
     given = parser.parse_args(arguments)
     about = "A Llama-family model, tokenizer included."
-    KINDS["target"] = RecipeKind(about, f"{__name__}:TargetOptions", imitates=lambda options: False)
+    KINDS["target"] = RecipeKind(about, f"{__name__}:TargetOptions")
     recipe = locate(read_recipe(given.recipe), given.data)
     if given.init is None and not (given.out / "tokenizer" / "tokenizer.json").is_file():
         shape = fill(TargetOptions, dict(recipe.options), given.recipe)

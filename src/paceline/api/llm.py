@@ -260,10 +260,24 @@ class LLM:
         except BaseException as error:
             if not isinstance(error, ReentryError):  # else the lock belongs to the step that this was called from
                 engine.lock.free_mine()
-            self._give_up(lives)
+            self.give_up(lives)
             raise
 
-    def _give_up(self, lives: Sequence[LiveRequest]) -> None:
+    def begin(self, job: Job) -> LiveRequest:
+        """Submit a request."""
+        with self.engine.lock:
+            return self.engine.live[job()]
+
+    def advance(self, live: LiveRequest) -> list[Chunk]:
+        """Return what is new of a request; where nothing is, after a step of the engine, which may bring nothing."""
+        with self.engine.lock:
+            found = self.engine.chunks(live)
+            if not found and live.ended is None:  # another thread's steps, or an abort, may have ended it
+                self.engine.step()
+                found = self.engine.chunks(live)
+            return found
+
+    def give_up(self, lives: Sequence[LiveRequest]) -> None:
         """End requests; safe to call from anywhere, even from a garbage collector in the middle of a step."""
         for live in lives:
             self.engine.cancel(live.id)
@@ -274,30 +288,24 @@ class LLM:
                 self.engine.lock.__exit__()
 
     def _stream(self, job: Job) -> Iterator[Chunk]:
-        engine = self.engine
-        with engine.lock:
-            live = engine.live[job()]
+        live = self.begin(job)
 
         def chunks() -> Iterator[Any]:
             output: RequestOutput | None = None  # comes with the last chunk
             try:
                 yield None  # taken below: a generator that was never entered would not run its end
                 while output is None:
-                    with engine.lock:
-                        if live.ended is None:  # another thread's steps, or an abort, may have ended it
-                            engine.step()
-                        found = engine.chunks(live)
-                    yield from found
+                    yield from (found := self.advance(live))
                     output = found[-1].output if found else None
                 output.raise_failed()
             except ReentryError:  # the lock belongs to the step that this was called from
                 raise
             except (Exception, KeyboardInterrupt):
                 # Not where the generator is closed, which a collector may do in a step.
-                engine.lock.free_mine()
+                self.engine.lock.free_mine()
                 raise
             finally:
-                self._give_up([live])
+                self.give_up([live])
 
         answer = chunks()
         next(answer)

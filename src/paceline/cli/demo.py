@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 import time
@@ -33,10 +32,8 @@ from .session import Color, open_llm
 app = typer.Typer(add_completion=False)
 
 
-SETTLE_S = 1.0  # each prompt is answered for at least this long, all ways together
-MAX_TURNS = 15
-TOTAL_S = 100.0  # all answers together, unless prompts are counted by the user: about two minutes with loading
-LEAST_TOKENS, LEAST_PROMPTS = 64, 4  # of an answer, and in all: not cut further
+TURNS = 2  # in which each prompt is answered in all ways
+TOTAL_S = 100.0  # after which no further prompt begins, unless prompts are counted by the user
 WORTH = 1.03  # times as fast: less is not worth a change
 SHOWN = "smollm2-135m"  # where its weights are on this machine; else the embedded model
 DemoPrompt = dict[str, Any]  # a line of the files in ``data``: domain, chat (a user's turn), text, max_tokens
@@ -77,9 +74,6 @@ def demo(
         int | None,
         typer.Option(help="Prompts to compare, of those that come with Paceline.", show_default="for two minutes"),
     ] = None,
-    repeats: Annotated[
-        int, typer.Option(help="Times each prompt is answered each way, at least; medians are shown.")
-    ] = 2,
     color: Color = True,
     *,
     llm: dict[str, Any],
@@ -95,19 +89,16 @@ def demo(
     """
     llm["model"] = llm["model"] or _model()
     chosen = _load(llm["model"], prompts)
-    if repeats < 1:
-        raise ConfigError(f"--repeats {repeats}", "nothing would be measured", "give 1 or more")
-    if prompts is None:
-        note(f"{llm['model']}: loaded, tried and compared in about two minutes, or less")
     sides = _open(llm)
-    engines = list(chain(*sides.values()))
-    chosen, seconds = _fit(engines, chosen, repeats, TOTAL_S if prompts is None else math.inf)
-    note(f"{len(chosen)} prompts, each answered {repeats} times or more {len(engines)} ways: about {seconds:.0f} s")
-    console, done = stdout(color), list[Comparison]()
+    engines, console, done = [*chain(*sides.values())], stdout(color), list[Comparison]()
+    for engine in engines:  # memory is touched and costs are estimated in the first answers
+        ask(engine, [_token_ids(engine, chosen[0])], SamplingParams(temperature=0, max_tokens=16))
+    began = time.perf_counter()
     with ProgressLine() as line:
         for prompt in chosen:
-            line.show(f"comparing: {len(done)} of {len(chosen)}")
-            done.append(_compare(engines, prompt, repeats))
+            if prompts is not None or not done or time.perf_counter() - began < TOTAL_S:
+                line.show(f"prompt {len(done) + 1} of {len(chosen)}, answered {TURNS} times {len(engines)} ways")
+                done.append(_compare(engines, prompt))
     _show_answer(console, engines, done)
     console.print(_table(sides, done))
     if not _verdict(console, sides, done):
@@ -157,35 +148,10 @@ def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
     return sides
 
 
-def _fit(engines: list[LLM], prompts: list[DemoPrompt], repeats: int, limit: float) -> tuple[list[DemoPrompt], float]:
-    """Shorten answers, then prompts, until they are compared within ``limit`` seconds; return how long that takes.
-
-    The estimate is from the first prompt's answers, which are not counted, since memory is touched and costs are
-    estimated in them.
-    """
-    tried = [ask(engine, [_token_ids(engine, prompts[0])], _params(prompts[0])) for engine in engines]
-    a_token = sum(seconds / len(output.outputs[0].token_ids) for [output], seconds in tried)
-    seconds = [max(SETTLE_S, repeats * a_token * prompt["max_tokens"]) for prompt in prompts]
-    if sum(seconds) > limit:
-        tokens = [max(LEAST_TOKENS, int(p["max_tokens"] * limit / sum(seconds))) for p in prompts]
-        prompts = [{**prompt, "max_tokens": own} for prompt, own in zip(prompts, tokens, strict=True)]
-        seconds = [repeats * a_token * own for own in tokens]
-        count = max(LEAST_PROMPTS, int(limit / max(seconds)))
-        prompts, seconds = prompts[:count], seconds[:count]
-    return prompts, sum(seconds)
-
-
-def _compare(engines: list[LLM], prompt: DemoPrompt, repeats: int) -> Comparison:
-    """Compare all ways in turns, so that a slow moment of the machine affects each.
-
-    Short answers get more turns than requested, since a few milliseconds mean little. Every turn starts as if it were
-    the first.
-    """
-    params, asked = _params(prompt), [_token_ids(engines[0], prompt)]
-    turns: list[list[tuple[list[RequestOutput], float]]] = []
-    began = time.perf_counter()
-    while len(turns) < repeats or (time.perf_counter() - began < SETTLE_S and len(turns) < MAX_TURNS):
-        turns.append([ask(engine, asked, params) for engine in engines])
+def _compare(engines: list[LLM], prompt: DemoPrompt) -> Comparison:
+    """Compare all ways in turns, so that a slow moment of the machine affects each; every turn begins afresh."""
+    asked = [_token_ids(engines[0], prompt)]
+    turns = [[ask(engine, asked, _params(prompt)) for engine in engines] for _ in range(TURNS)]
     outputs = [output for [output], _ in turns[0]]
     seconds = [statistics.median(taken for _, taken in side) for side in zip(*turns, strict=True)]
     counts = [len(output.outputs[0].token_ids) for output in outputs]
@@ -251,10 +217,7 @@ def _verdict(console: Console, sides: dict[str, list[LLM]], done: list[Compariso
     best = max(range(len(rates)), key=lambda way: rates[way] / (WORTH if way % 2 else 1.0))
     side, drafts = best // 2, "drafts" if best % 2 else "no drafts (--drafter none)"
     label, dtype = [*sides][side], [*sides.values()][side][0].config.dtype
-    why = [f"with drafts it is {rates[2 * side + 1] / rates[2 * side]:.2f} times as fast as without"]
-    if len(sides) > 1:
-        why.append(f"without drafts {rates[2 * side] / rates[2 - 2 * side]:.2f} times as fast as {[*sides][1 - side]}")
     flag = "" if dtype == "auto" else f" (--dtype {dtype})"
-    advice = f"On this machine take {label}{flag} with {drafts}: {rates[best]:.0f} tokens/s; {', '.join(why)}."
+    advice = f"On this machine take {label}{flag} with {drafts}: {rates[best]:.0f} tokens/s."
     console.print(advice, markup=False, soft_wrap=False)
     return same == total

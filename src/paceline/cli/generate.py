@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic_core import to_json
 from rich.console import Console
 
 from ..api.config import LLMConfig
@@ -111,8 +110,8 @@ def generate(
             outputs = _answer(model, prompts, sampling, chat, names, stopped)
     for number, output in enumerate(outputs, 1):
         if as_json:
-            record = {**_finite(dataclasses.asdict(output)), "stats": output.stats.as_dict()}
-            typer.echo(json.dumps(record, allow_nan=False))
+            record = {**dataclasses.asdict(output), "stats": output.stats.as_dict()}
+            typer.echo(to_json(record, inf_nan_mode="null"))  # an impossible token's log-probability is infinite
             continue
         if len(prompts) > 1:
             first = prompts[number - 1].strip().partition("\n")[0]
@@ -194,12 +193,3 @@ def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Co
         console.print(answer.text[:echoed], style="dim", end="", markup=False)
         painter.feed(answer.token_ids, answer.origins)
         console.print(painter.take(answer.text[echoed:]))
-
-
-def _finite(value: Any) -> Any:
-    """Return the same with null for infinite numbers, which JSON lacks, as an impossible token's log-probability."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -125,19 +125,6 @@ def sidecar(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def answered_by(path: Path) -> str | None:
-    """Return fingerprint of the target whose answers a file holds, compressed or not.
-
-    None: nothing says that it holds any.
-    """
-    try:
-        found = json.loads(sidecar(path.with_name(path.name.removesuffix(".gz"))).read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    target = found.get("target") if isinstance(found, dict) else None
-    return target if isinstance(target, str) else None
-
-
 def answer_line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
     """Return the line of one answer ``said`` to the prompt ``ids``."""
     record = {

@@ -22,7 +22,6 @@ from ..core.errors import ConfigError
 from ..model.hot import most_frequent, save_hot
 from ..weights.files import fingerprint
 from ..weights.source import load_tokenizer
-from .answers import answered_by
 from .cache import TopCache
 from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
 from .features import TOP
@@ -66,7 +65,7 @@ def prepare(
     job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
 ) -> Trainer:
     """Load everything and check that it fits. Written is only a cache, where one was asked for.
-    ``say`` is told about what takes long before, and about data that suit the target badly.
+    ``say`` is told about what takes long before.
 
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
@@ -107,10 +106,6 @@ def prepare(
     ]
     facts: dict[str, Any] = {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight}
     facts["target"] = None if job.target is None else fingerprint(job.target)
-    if made.imitates(options):
-        for spec in job.sources:
-            if answered_by(Path(spec.file)) not in (None, facts["target"]):
-                say(f"{spec.file} holds the answers of another model; this target's own are better data for drafts")
     if job.cache is not None:
         context.features = cache = _cache(job, made, facts["target"], context, [*examples, *held], say)
         examples = cache.examples[: len(examples)]

@@ -58,8 +58,6 @@ class RecipeKind:
 
     about: str  # in the help of its command
     options: str  # ``module:class``
-    # Whether it learns to say what the target says, so that the target's own answers are its best data.
-    imitates: Callable[[Any], bool] = lambda options: True
     cached: bool = False  # it learns from the target's likeliest tokens, which a cache may hold
     states: bool = False  # it reads the target's last states, which a cache then holds, too: `Features.states`
 
@@ -83,13 +81,11 @@ KINDS = {
     "draft_model": RecipeKind(
         "A small draft model, distilled from a target.",
         "paceline.train.recipes.distillation:DraftModelOptions",
-        imitates=lambda options: options.distill > 0,
         cached=True,
     ),
     "streams": RecipeKind(
         "Speculative streams over a frozen target, or adapters for an application.",
         "paceline.papers.streaming.recipe:StreamsOptions",
-        imitates=lambda options: options.mode == "lossless",  # an application has answers of its own
     ),
     "medusa": RecipeKind(
         "Heads on the target's last state, one for each token ahead (Medusa).",
@@ -120,7 +116,6 @@ KINDS = {
     "tracks": RecipeKind(
         "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
         "paceline.papers.mirror.tracks_training:TracksOptions",
-        imitates=lambda options: options.distill > 0,
         cached=True,
     ),
 }
