@@ -26,7 +26,6 @@ COMMANDS = {  # name -> what it does; the module has the same name
     "bench": "Measure the speed-up of speculation on this machine.",
     "adapt": "Make a drafter for a model on this machine, and measure what it is worth.",
     "train": "Train models, draft models, streams and adapters.",
-    "export": "Write an EAGLE head as vLLM, SGLang or speculators load it.",
     "models": "List the models known by name, or fetch one (models get).",
     "drafters": "List the drafters and their options.",
 }

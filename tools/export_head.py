@@ -1,4 +1,8 @@
-"""EAGLE heads in the layouts that other engines load: vLLM, SGLang and the library speculators.
+"""Write an EAGLE head in the layout that another engine loads: vLLM, SGLang or the library speculators.
+
+    .venv/bin/python tools/export_head.py vllm paceline-small-eagle build/eagle-vllm --tokens 3
+    .venv/bin/python tools/export_head.py sglang folder/head build/eagle-sglang
+    .venv/bin/python tools/export_head.py speculators folder/head build/eagle3 --verifier org/target
 
 What such an engine cannot express is refused in words; nothing is written then. Sources: the loaders of these engines
 (``llama_eagle`` and ``llama_eagle3`` of vLLM and SGLang, ``Eagle3SpeculatorConfig`` of speculators).
@@ -6,7 +10,9 @@ What such an engine cannot express is refused in words; nothing is written then.
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,13 +20,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.errors import CapabilityError, ConfigError
-from ..core.options import shown
-from ..draft.eagle.eagle3 import AUX, INNER, Eagle3Model
-from ..draft.eagle.model import CONFIG_FILE, OWN, WEIGHTS_FILE, load_head, read_head, read_values
-from ..draft.eagle.speculators import LAYER, TYPE, VARIANTS
-from ..model.hot import FILE as HOT_FILE
-from ..weights.files import is_file, read_json
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.options import shown
+from paceline.draft.eagle.eagle3 import AUX, INNER, Eagle3Model
+from paceline.draft.eagle.model import CONFIG_FILE, OWN, WEIGHTS_FILE, load_head, read_head, read_values
+from paceline.draft.eagle.speculators import LAYER, TYPE, VARIANTS
+from paceline.model.hot import FILE as HOT_FILE
+from paceline.weights.files import is_file, read_json
+from paceline.weights.source import resolve_folder
 
 Engine = Literal["vllm", "sglang", "speculators"]
 THIRD = "LlamaForCausalLMEagle3"
@@ -141,3 +148,22 @@ def _verifier(asked: str, name: str, tokens: int) -> dict[str, Any]:
             "verifier": {"name_or_path": name, "architectures": architectures},
         }
     }
+
+
+def main() -> None:
+    """Write the head, and print the command that serves it there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=get_args(Engine))
+    parser.add_argument("head", help="head of EAGLE, EAGLE-2 or EAGLE-3: folder or name")
+    parser.add_argument("out", type=Path, help="where it is written; not there yet")
+    parser.add_argument("--verifier", default="", help="name or folder of the target, which speculators' config has")
+    parser.add_argument("--tokens", type=int, default=3, help="tokens drafted a step")
+    asked = parser.parse_args()
+    try:
+        print(export(asked.engine, resolve_folder(asked.head), asked.out, asked.verifier, asked.tokens))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Trained heads in the layouts that other engines load."""
