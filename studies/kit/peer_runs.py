@@ -248,7 +248,7 @@ def peer_headline(summary: Summary) -> str | None:
     if found is None:
         return None
     ours, name, ratio = found
-    return f"Against the fastest peer: {ours} is {ratio.value:.2f}× {name} ({say.bracket(ratio)})."
+    return f"Against the fastest peer: {ours} is {say.interval(ratio)} times {name}."
 
 
 def rival(summary: Summary) -> tuple[str, str, Interval] | None:

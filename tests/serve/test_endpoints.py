@@ -103,8 +103,8 @@ def join_response(events: list[Any]) -> Any:
     """Return the response that the last event has, which the deltas must make."""
     assert [one["sequence_number"] for one in events] == [*range(len(events))]
     found, kinds = events[-1]["response"], ("response.output_text.delta", "response.function_call_arguments.delta")
-    contents = [part["text"] for item in found["output"] for part in item.get("content", ())]
-    contents += [item["arguments"] for item in found["output"] if item["type"] == "function_call"]
+    parts = [part for item in found["output"] for part in item.get("content", [item])]
+    contents = [part["text"] if "text" in part else part["arguments"] for part in parts]
     assert "".join(one["delta"] for one in events if one["type"] in kinds) == "".join(contents)
     return found
 

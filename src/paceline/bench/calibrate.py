@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def calibrate(
     progress: Callable[[str], None] = lambda text: None,
     *,
     repeats: int = 15,
-    **sizes: Sequence[int],
+    **sizes: Any,
 ) -> tuple[Calibration, Path]:
     """Measure the target's passes, and those of the model that ``drafter`` runs, and write them down.
 

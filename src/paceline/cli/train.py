@@ -179,7 +179,7 @@ class StepLine(ProgressLine):
 
 
 def _train(job: TrainingJob, asked: RunConfig) -> None:
-    with StepLine(job.config.steps) as line:
+    with (line := StepLine(job.config.steps)):
         trainer = run(job, [line], note)
     if trainer.finished:
         result = finish(job, trainer)

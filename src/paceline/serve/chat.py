@@ -80,7 +80,10 @@ class _ChatReply(Choices):
         """Return the choices of a piece, see `Choices`."""
         reader, found = self._readers[chunk.index], list[Choice]()
         for text in reader.read(chunk):
-            call = {"tool_calls": [{"index": len(reader.calls) - 1, **_call(reader.calls[-1])}]} if text is None else {}
+            delta: dict[str, Any] = {"content": text}
+            if text is None:
+                delta = {"tool_calls": [{"index": len(reader.calls) - 1, **_call(reader.calls[-1])}]}
+            found.append(_choice(chunk.index, delta))
             found.append(_choice(chunk.index, call or {"content": text}))
         if not found:
             found.append(_choice(chunk.index, {"content": ""} if chunk.token_ids and not self._tools else {}))

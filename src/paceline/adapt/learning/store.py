@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -75,10 +76,10 @@ class RequestStore:
         self._write(f"{self.last}.npz", **ids, skipped=start - max(0, len(prompt) - PROMPT))
         (self.folder / f"{self.last - self.most}.npz").unlink(missing_ok=True)
 
-    def _write(self, name: str, **arrays: np.ndarray | int) -> None:
+    def _write(self, name: str, **arrays: Any) -> None:
         fresh = self.folder / f"{name}.part"
         with fresh.open("wb") as file:
-            np.savez(file, **{key: np.asarray(value) for key, value in arrays.items()})
+            np.savez(file, **arrays)
         fresh.replace(self.folder / name)
 
     def read(self, numbers: Sequence[int]) -> list[ServedRequest]:
