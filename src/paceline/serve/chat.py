@@ -84,7 +84,6 @@ class _ChatReply(Choices):
             if text is None:
                 delta = {"tool_calls": [{"index": len(reader.calls) - 1, **_call(reader.calls[-1])}]}
             found.append(_choice(chunk.index, delta))
-            found.append(_choice(chunk.index, call or {"content": text}))
         if not found:
             found.append(_choice(chunk.index, {"content": ""} if chunk.token_ids and not self._tools else {}))
         choice = found[-1]
