@@ -23,7 +23,7 @@ from mirror_parts.latency import MirrorStep
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.draft.local_sessions import LocalSessions
-from paceline.draft.sessions import ROOT, Ask, Grown, Opening
+from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
 from paceline.papers.mirror.rollout import Branch, Chain, Rollout
 from paceline.runtime.placement import cores, pin
 
@@ -208,15 +208,15 @@ class MadeUp:
     def __init__(self) -> None:
         self._numbers = count(1)
 
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
         """See `DraftSessions`."""
         return [self._grown(ask) for ask in asks]
 
-    def _grown(self, ask: Ask) -> Grown:
-        given = [next(self._numbers) for _ in ask.given]
+    def _grown(self, ask: Ask) -> NewNodes:
+        given = [next(self._numbers) for _ in ask.added]
         parents = [*given, *ask.expand]
         nodes = [next(self._numbers) for _ in parents]
-        return Grown(given, parents, nodes, [node % 251 for node in nodes], [0.0] * len(nodes), [0] * len(nodes))
+        return NewNodes(given, parents, nodes, [node % 251 for node in nodes], [0.0] * len(nodes), [0] * len(nodes))
 
     def nothing(self, *_: Any) -> None:
         """They know no text."""

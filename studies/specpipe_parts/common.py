@@ -176,7 +176,7 @@ class PipelineRun:
     @property
     def mean_bubble(self) -> float:
         """Ticks without a token for each one with a token, from the first one that gave one on."""
-        said = [tick.said for tick in self.ticks]
+        said = [tick.count for tick in self.ticks]
         first = next(place for place, count in enumerate(said) if count)
         return said[first:].count(0) / max(1, sum(said) - 1)
 

@@ -89,11 +89,11 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     place.mkdir(mode=0o700)
     try:
         with closing(StateRing(folder / files.STATES, task["width"])) as states:
-            known = write(place / "learned.jsonl", learned, states)
-            known |= write(place / "held.jsonl", held, states)
-        number, was, now, result = train(folder, task, place, len(learned), known)
+            scored = write(place / "learned.jsonl", learned, states)
+            scored |= write(place / "held.jsonl", held, states)
+        number, was, now, result = train(folder, task, place, len(learned), scored)
         better = now == now and 1 + now >= BETTER * (1 + was)
-        say(requests=len(learned), known=len(known), was=was, now=now, offered=better)
+        say(requests=len(learned), known=len(scored), was=was, now=now, offered=better)
         if better:
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
@@ -102,9 +102,9 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
 
 
 def train(
-    folder: Path, task: dict[str, Any], place: Path, requests: int, known: Mapping[bytes, np.ndarray]
+    folder: Path, task: dict[str, Any], place: Path, requests: int, scored: Mapping[bytes, np.ndarray]
 ) -> tuple[int, float, float, Path]:
-    """Train on what is to be learned; ``known`` is of `write`.
+    """Train on what is to be learned; ``scored`` is of `write`.
 
     Returns:
         The new drafter's number; accepted tokens of a draft, on what was put aside, of the one that serves and of the
@@ -127,7 +127,7 @@ def train(
     steps = max(8, round(STEPS_A_REQUEST * requests))
     falling = {"schedule": "linear", "final_ratio": 0.1, "learning_rate": task["rate"]}
     config = config_of(plan, steps, evaluate_every=0, **falling)
-    job = replace(job_of(plan, place / "training", config, init=weights), known=known)
+    job = replace(job_of(plan, place / "training", config, init=weights), scored=scored)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()
@@ -147,8 +147,8 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
     shutil.copytree(result, fresh)
     fresh.replace(place / str(number))
     files.write(folder / files.OFFER, {"number": number, **check})
-    known = sorted(int(p.name) for p in place.iterdir() if p.name.isdigit())
-    for old in known[:-KEPT]:
+    numbers = sorted(int(p.name) for p in place.iterdir() if p.name.isdigit())
+    for old in numbers[:-KEPT]:
         shutil.rmtree(place / str(old), ignore_errors=True)
 
 
@@ -158,15 +158,15 @@ def write(file: Path, served: Sequence[ServedRequest], states: StateRing) -> dic
     Returns:
         Those states, as `remembered_scores` takes them: a document's last token needs none.
     """
-    lines, known = [], {}
+    lines, scored = [], {}
     for one in served:
-        prompt, ids, found = len(one.prompt), [*one.prompt, *one.answer], part_with_states(one, states)
-        if found is not None:
-            prompt, ids, rows = found
-            known[np.array(ids[:-1], dtype=np.int32).tobytes()] = rows
+        prompt, ids, captured = len(one.prompt), [*one.prompt, *one.answer], part_with_states(one, states)
+        if captured is not None:
+            prompt, ids, rows = captured
+            scored[np.array(ids[:-1], dtype=np.int32).tobytes()] = rows
         lines.append(json.dumps({"prompt_tokens": ids[:prompt], "completion_tokens": ids[prompt:]}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return known
+    return scored
 
 
 def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[int], np.ndarray] | None:
@@ -174,10 +174,10 @@ def part_with_states(one: ServedRequest, states: StateRing) -> tuple[int, list[i
 
     None: there is nothing to be learned from.
     """
-    kept = states.of(one.number)
-    if kept is None:
+    stored = states.of(one.number)
+    if stored is None:
         return None
-    skipped, rows = kept
+    skipped, rows = stored
     ids, prompt = [*one.prompt, *one.answer][skipped : skipped + len(rows) + 1], len(one.prompt) - skipped
     return (prompt, ids, rows[: len(ids) - 1]) if 0 < prompt < len(ids) - 1 else None
 

@@ -134,14 +134,14 @@ def length(value: float | None) -> str:
 
 def exact_mark(compared: Sequence[Exactness]) -> str:
     """Return ``yes``, ``yes*`` where differences were explained, ``NO``, or nothing where nothing was compared."""
-    if not all(found.passed for found in compared):
+    if not all(comparison.passed for comparison in compared):
         return "NO"
-    return "yes*" if any(found.explained for found in compared) else "yes" if compared else NOTHING
+    return "yes*" if any(comparison.explained for comparison in compared) else "yes" if compared else NOTHING
 
 
 def method_detail(method: Method) -> str:
     """Describe what the name of a method stands for."""
-    parts = [method.engine, method.drafter, f"round {method.round}" if method.own else ""]
+    parts = [method.engine, method.drafter, f"round {method.round}" if method.ours else ""]
     parts += [f"{key}={value}" for key, value in sorted(method.settings.items())]
     parts += [f"application {method.application}" if method.application else ""]
     parts += [f"dtype {method.dtype}" if method.dtype != "auto" else ""]
@@ -206,7 +206,7 @@ def headline(summary: Summary) -> str:
         return "No speculative method was compared with plain decoding."
     where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
     first = f"Best method: {row.method.name}, {row.speedup.value:.2f}× plain decoding {where}"
-    broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
+    broken = "" if all(comparison.passed for comparison in row.exact) else " Its ids differ from plain decoding's."
     return f"{first} ({bracket(row.speedup)}; {cell_label(row.section)}).{broken}"
 
 
@@ -225,14 +225,14 @@ def findings(summary: Summary) -> list[str]:
     counts = (sum(e.explained for e in compared), sum(len(e.failures) for e in compared))
     words = ("explained by near ties", "FAILED")
     ids += "".join(f"; {many:,} {what}" for many, what in zip(counts, words, strict=True) if many)
-    shown = [r for r in summary.rows if r.speedup and r.method.own]
-    slow, rows = len(slower_cells(summary)), count_of(len(shown), "row")
+    compared_rows = [r for r in summary.rows if r.speedup and r.method.ours]
+    slow, rows = len(slower_cells(summary)), count_of(len(compared_rows), "row")
     speed = f"Slower than plain decoding: {slow or 'none'} of {rows} ({CONFIDENCE:.0%} interval below 1)"
     trials = summary.report.trials
     done, repeats = sum(trial.error is None for trial in trials), len({trial.repeat for trial in trials})
     return [
         ids if compared else "Ids were not compared with plain decoding's",
-        speed if shown else "No speculative method was compared with plain decoding",
+        speed if compared_rows else "No speculative method was compared with plain decoding",
         f"{count_of(done, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts",
     ]
 
@@ -244,11 +244,11 @@ def troubles(summary: Summary) -> list[str]:
         return f"{row.method.name}, {cell_label(row.cell or row.section)}"
 
     lines, reasons = [], dict[str, list[str]]()
-    for found in (e for e in summary.exact if not e.passed):
-        first, many = dict(found.failures[0]), count_of(len(found.failures), "sequence")
+    for check in (e for e in summary.exact if not e.passed):
+        first, many = dict(check.failures[0]), count_of(len(check.failures), "sequence")
         lead = " ".join(str(first.pop(key)) for key in ("prompt", "what") if key in first)
         rest = ", ".join(f"{key} {first[key]}" for key in ("position", "gap") if first.get(key) is not None)
-        line = f"{found.method}, {cell_label(found.cell)}: {many} of {found.sequences:,} failed; first: {lead}"
+        line = f"{check.method}, {cell_label(check.cell)}: {many} of {check.sequences:,} failed; first: {lead}"
         lines.append(line + (f" ({rest})" if rest else ""))
     for row in (row for row in summary.rows if row.failed):
         failed = f"{len(row.failed)} of {count_of(len(row.trials), 'trial')} failed"
@@ -292,9 +292,9 @@ def render(summary: Summary) -> RenderableType:
     parts += [Text(line, style=FAINT) for line in how_lines(report)[:2]]
     for section in summary.sections:
         groups, rows = _groups(summary, section), list[list[str]]()
-        for title, own in groups.items():
-            if section == summary.main or own is next(iter(groups.values())):  # other sections show their first alone
-                rows += [[title], *([f"  {first}", *others] for first, *others in map(_cells, own))]
+        for title, part in groups.items():
+            if section == summary.main or part is next(iter(groups.values())):  # other sections show their first alone
+                rows += [[title], *([f"  {first}", *others] for first, *others in map(_cells, part))]
         heading = cell_label(section).replace("batch", "Batch", 1)
         parts += [Text(f"\n{heading}", style="bold cyan"), figures_table(["method", *COLUMNS], rows)]
     parts += [Text(), *map(Text, findings(summary))]
@@ -307,12 +307,12 @@ def render(summary: Summary) -> RenderableType:
 
 def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
     """Return a table with so many columns of words on the left, then figures; a row of one cell is a title."""
-    made = Table(box=None, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for place, name in enumerate(head):
-        made.add_column(name, justify="left" if place < words else "right", overflow="fold")
+        table.add_column(name, justify="left" if place < words else "right", overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
-    return made
+        table.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
+    return table
 
 
 # -- Markdown
@@ -350,13 +350,13 @@ def page(summary: Summary, lead: str = "") -> str:
             blocks += [f"### {text(title)}", table(["method", *COLUMNS], map(_cells, rows))]
     if wrong := troubles(summary):
         blocks += ["## What went wrong, was slower or did not run", bullets(wrong)]
-    asked: dict[str, set[str]] = {}
+    prompts_of: dict[str, set[str]] = {}
     for trial in report.trials:
-        asked.setdefault(trial.cell.workload, set()).update(trial.prompts)
+        prompts_of.setdefault(trial.cell.workload, set()).update(trial.prompts)
     details = [f"{m.name}: {method_detail(m)}" for m in report.methods if not m.plain]
     details += [
         f"{workload_title(report, name)}: source {of.get('source', NOTHING)}; licence {of.get('licence', NOTHING)}; "
-        f"{count_of(len(asked.get(name, ())), 'prompt')} used"
+        f"{count_of(len(prompts_of.get(name, ())), 'prompt')} used"
         for name, of in report.workloads.items()
     ]
     command = shlex.join(report.command).replace("```", "` ` `")

@@ -50,8 +50,8 @@ class LazyGroup(Group):
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             from ..core.options import suggest
 
-            asked = f"paceline {args[0]}"
-            raise ConfigError(asked, "there is no such command", suggest(args[0], COMMANDS, "command"))
+            subject = f"paceline {args[0]}"
+            raise ConfigError(subject, "there is no such command", suggest(args[0], COMMANDS, "command"))
         name, command, rest = super().resolve_command(ctx, args)
         return name, load(name) if name and command is not None else command, rest
 
@@ -87,8 +87,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"paceline {__version__}")
         raise typer.Exit
 

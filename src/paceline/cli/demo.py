@@ -66,7 +66,7 @@ class Comparison:
 @takes(
     llm=LLMConfig,
     defaults={**DEFAULTS, "model": None},
-    shown={
+    shown_defaults={
         "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
         "dtype": "bfloat16 next to 4 bits",
     },
@@ -168,8 +168,8 @@ def _fit(engines: list[LLM], prompts: list[DemoPrompt], repeats: int, limit: flo
     seconds = [max(SETTLE_S, repeats * a_token * prompt["max_tokens"]) for prompt in prompts]
     if sum(seconds) > limit:
         tokens = [max(LEAST_TOKENS, int(p["max_tokens"] * limit / sum(seconds))) for p in prompts]
-        prompts = [{**prompt, "max_tokens": own} for prompt, own in zip(prompts, tokens, strict=True)]
-        seconds = [repeats * a_token * own for own in tokens]
+        prompts = [{**prompt, "max_tokens": n} for prompt, n in zip(prompts, tokens, strict=True)]
+        seconds = [repeats * a_token * n for n in tokens]
         count = max(LEAST_PROMPTS, int(limit / max(seconds)))
         prompts, seconds = prompts[:count], seconds[:count]
     return prompts, sum(seconds)
@@ -181,15 +181,15 @@ def _compare(engines: list[LLM], prompt: DemoPrompt, repeats: int) -> Comparison
     Short answers get more turns than requested, since a few milliseconds mean little. Every turn starts as if it were
     the first.
     """
-    params, asked = _params(prompt), [_token_ids(engines[0], prompt)]
+    params, prompts_ids = _params(prompt), [_token_ids(engines[0], prompt)]
     turns: list[list[tuple[list[RequestOutput], float]]] = []
     began = time.perf_counter()
     while len(turns) < repeats or (time.perf_counter() - began < SETTLE_S and len(turns) < MAX_TURNS):
-        turns.append([ask(engine, asked, params) for engine in engines])
+        turns.append([ask(engine, prompts_ids, params) for engine in engines])
     outputs = [output for [output], _ in turns[0]]
-    seconds = [statistics.median(taken for _, taken in side) for side in zip(*turns, strict=True)]
+    seconds = [statistics.median(duration for _, duration in side) for side in zip(*turns, strict=True)]
     counts = [len(output.outputs[0].token_ids) for output in outputs]
-    return Comparison(prompt, outputs, [count / taken for count, taken in zip(counts, seconds, strict=True)])
+    return Comparison(prompt, outputs, [count / duration for count, duration in zip(counts, seconds, strict=True)])
 
 
 def _params(prompt: DemoPrompt) -> SamplingParams:

@@ -81,7 +81,7 @@ def plan(
     shape = resolve(target)
     # the named draft model, or the zoo's draft for its target
     drafting = draft or next((entry.name for entry in zoo.trained_for(target) if entry.role == "draft"), None)
-    asked = PlanRequest(
+    request = PlanRequest(
         target=shape,
         machine=machines.machine(machine),
         draft=None if drafting is None else resolve(drafting),
@@ -91,13 +91,13 @@ def plan(
         **question,
     )
     names = _runnable(target), _runnable(drafting) if drafting else None
-    found_ways = [(made, plan_view.how_to_run(asked, made, *names)) for made in rank(asked)]
+    found_ways = [(ranking, plan_view.how_to_run(request, ranking, *names)) for ranking in rank(request)]
     # What can be run comes first.
     ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
     if as_json:
-        plan_view.print_json(asked, ranked, ways, names[0])
+        plan_view.print_json(request, ranked, ways, names[0])
     else:
-        plan_view.show(asked, ranked, ways, names[0])
+        plan_view.show(request, ranked, ways, names[0])
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
@@ -106,20 +106,20 @@ def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
     Raises:
         ConfigError: an unknown drafter, or no number.
     """
-    found = {}
+    acceptances = {}
     for name, text in named_values("--tau", taus).items():
-        asked, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
+        subject, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
         if name not in DRAFTERS:
-            raise ConfigError(asked, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
+            raise ConfigError(subject, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
         try:
             tokens, levels = float(tau), int(depth) if at else TAU_DEPTH
         except ValueError:
             tokens, levels = 0.0, 0
         if levels < 1:
             remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-            raise ConfigError(asked, "it is not a number of tokens a round", remedy)
-        found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
-    return found
+            raise ConfigError(subject, "it is not a number of tokens a round", remedy)
+        acceptances[name] = Acceptance(accept=accept_of(tokens, levels), source=subject)
+    return acceptances
 
 
 def resolve(text: str) -> ModelSizes:
@@ -143,9 +143,9 @@ def resolve(text: str) -> ModelSizes:
 
 def _runnable(text: str) -> str | None:
     """Return the value of ``--model`` for this model; None: there are no weights of it."""
-    known, path = models.named(text), Path(text)
-    if known is not None:
-        return known.hub or None
+    entry, path = models.named(text), Path(text)
+    if entry is not None:
+        return entry.hub or None
     return str(path.parent) if path.is_file() and not is_gguf(path) else text
 
 

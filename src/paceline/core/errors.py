@@ -26,9 +26,9 @@ class ConfigError(PacelineError, ValueError):
         remedy: what to do instead (``"use 0 for greedy decoding"``).
     """
 
-    def __init__(self, asked: str, wrong: str, remedy: str) -> None:
-        super().__init__(f"{asked}: {wrong}. {remedy[:1].upper()}{remedy[1:]}.")
-        self.asked = asked
+    def __init__(self, subject: str, wrong: str, remedy: str) -> None:
+        super().__init__(f"{subject}: {wrong}. {remedy[:1].upper()}{remedy[1:]}.")
+        self.subject = subject
         self.wrong = wrong
         self.remedy = remedy
 
@@ -69,7 +69,7 @@ class QueueFull(PacelineError):
         self.waiting = waiting
 
 
-class PassesLost(PacelineError):
+class WorkerRestarted(PacelineError):
     """What computes passes was lost with its K/V, and comes back: the engine computes all K/V again."""
 
 

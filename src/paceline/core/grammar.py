@@ -45,8 +45,8 @@ class Grammar:
         if not self.text and self.kind != "json_object":
             raise ConfigError(f"a {self.kind} grammar", "its text is empty", "give one, or leave the grammar out")
         if len(self.text) > LONGEST:
-            asked = f"a {self.kind} of {len(self.text):,} characters"
-            raise ConfigError(asked, f"at most {LONGEST:,} are read", "give a smaller one")
+            subject = f"a {self.kind} of {len(self.text):,} characters"
+            raise ConfigError(subject, f"at most {LONGEST:,} are read", "give a smaller one")
 
     @classmethod
     def read(cls, value: Any) -> Grammar | None:

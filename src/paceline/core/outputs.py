@@ -11,7 +11,7 @@ from .trace import Shown
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # "error": see `CompletionOutput.error`
 StopReason = int | str | None  # the stop id or the stop string; None for EOS and "length"
-Origin = Literal["drafted", "target"]
+TokenOrigin = Literal["drafted", "target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CompletionOutput:
     stop_reason: StopReason
     logprobs: list[dict[int, Logprob]] | None  # one a token; None unless asked for
     cumulative_logprob: float | None  # of the chosen tokens; None unless asked for, and where some are not known
-    origins: list[Origin]  # one a token: drafted and accepted, or the target's own choice
+    origins: list[TokenOrigin]  # one a token: drafted and accepted, or the target's own choice
     seed: int  # with it, the same request gives the same tokens
     error: str | None = None  # what ended it, where finish_reason is "error"
 

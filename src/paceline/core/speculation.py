@@ -35,30 +35,30 @@ class Speculation:
         object.__setattr__(self, "prediction", tuple(self.prediction))
         object.__setattr__(self, "sources", None if self.sources is None else tuple(self.sources))
 
-    def chosen(self, known: Sequence[str]) -> frozenset[int] | None:
+    def chosen(self, sources: Sequence[str]) -> frozenset[int] | None:
         """Return the marks of the engine's sources that draft for it; None: all.
 
         Args:
-            known: the sources that a request may choose among, by their mark; none: there is no drafter.
+            sources: the sources that a request may choose among, by their mark; none: there is no drafter.
 
         Raises:
             ConfigError: a source that is not there.
             CapabilityError: there is no drafter, or none that reads predictions.
         """
-        if self.prediction and PREDICTION not in known:
+        if self.prediction and PREDICTION not in sources:
             remedy = "start the engine with drafter='prediction', or hybrid:prediction+.."
             raise CapabilityError("speculation with a prediction", "no drafter of this engine reads it", remedy)
         if self.sources is None and self.max_nodes is None:
             return None
-        if not known:
-            asked = "speculation with sources" if self.sources is not None else "speculation with max_nodes"
-            raise CapabilityError(asked, "this engine has no drafter", "leave it out")
+        if not sources:
+            subject = "speculation with sources" if self.sources is not None else "speculation with max_nodes"
+            raise CapabilityError(subject, "this engine has no drafter", "leave it out")
         if self.sources is None:
             return None
         for name in self.sources:
-            if name not in known:
+            if name not in sources:
                 raise ConfigError(
-                    f"speculation with source {name!r}", "there is no such source", f"choose of {', '.join(known)}"
+                    f"speculation with source {name!r}", "there is no such source", f"choose of {', '.join(sources)}"
                 )
-        marks = frozenset(mark for mark, name in enumerate(known) if name in self.sources)
-        return None if len(marks) == len(known) else marks
+        marks = frozenset(mark for mark, name in enumerate(sources) if name in self.sources)
+        return None if len(marks) == len(sources) else marks

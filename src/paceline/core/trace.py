@@ -27,8 +27,8 @@ class StepTrace:
 
     def origins(self) -> list[tuple[str | None, int]]:
         """Return for each emitted token its proposer (None: it is the target's own) and its depth (0)."""
-        found: list[tuple[str | None, int]] = [(self.sources[n], d) for d, n in enumerate(self.path, 1)]
-        return (found + [(None, 0)])[: self.emitted]
+        path_origins: list[tuple[str | None, int]] = [(self.sources[n], d) for d, n in enumerate(self.path, 1)]
+        return (path_origins + [(None, 0)])[: self.emitted]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, ready for JSON."""

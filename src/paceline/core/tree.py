@@ -86,7 +86,7 @@ class TokenTree:
 
     # ---- operations
 
-    def kept(self, nodes: Sequence[Sequence[int]]) -> TokenTree:
+    def subset(self, nodes: Sequence[Sequence[int]]) -> TokenTree:
         """Return only the ``nodes`` of each tree, ascending, the root and every kept node's parent among them.
 
         q is dropped: a choice among drawn tokens changes their distribution, even where it keeps all of them.
@@ -170,7 +170,7 @@ def _no_tree(wrong: str) -> ConfigError:
 
 
 def _picked(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:
-    return [[row[n] for n in own] for row, own in zip(rows, nodes, strict=True)]
+    return [[row[n] for n in indices] for row, indices in zip(rows, nodes, strict=True)]
 
 
 def depths_below(parents: Sequence[int]) -> list[int]:

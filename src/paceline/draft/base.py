@@ -62,8 +62,8 @@ class DrafterSpec:
 
     def limits(self, tokens: int) -> list[tuple[str, int]]:
         """Return name and `context` of the drafters, parts included, that draft for no text of so many tokens."""
-        own = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
-        return [*own, *(limit for part in self.parts for limit in part.limits(tokens))]
+        limits = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
+        return [*limits, *(limit for part in self.parts for limit in part.limits(tokens))]
 
 
 class DraftRule(Protocol):
@@ -170,11 +170,11 @@ class Drafter:
         sessions = self.own_sessions
         for view, budget, max_depth in want.rows():
             if min(budget, max_depth) > 0:
-                known = self._lengths.get(view.key)
-                if known is None:
+                length = self._lengths.get(view.key)
+                if length is None:
                     sessions.open(Opening.of(view))
                 else:
-                    sessions.commit(view.key, view.tokens[known:])
+                    sessions.commit(view.key, view.tokens[length:])
                 self._lengths[view.key] = len(view.tokens)
         return chains(sessions, want, self.spec.window)
 
@@ -198,7 +198,7 @@ class Drafter:
         if self.own_sessions is not None:
             self.own_sessions.forget()
 
-    def expect(self, asked: abc.Mapping[int, bool]) -> None:
+    def expect(self, requested: abc.Mapping[int, bool]) -> None:
         """Note, by key, whether the drafter that asks this one asks for a sequence in the next step.
 
         Called before a pass, where `DrafterSpec.in_pass`. Until then it may ask for any.

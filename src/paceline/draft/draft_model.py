@@ -233,8 +233,8 @@ class DraftModel(Drafter):
         if not self.model.reads(session):
             session.cache.release()  # of no use any more: the text will keep that token
             return growth
-        wanted = min(budget, growth.max_depth, session.pending) > 0
-        if wanted and self.model.make_room(session, self._room(growth.max_depth)):
+        drafts = min(budget, growth.max_depth, session.pending) > 0
+        if drafts and self.model.make_room(session, self._room(growth.max_depth)):
             growth.budget = budget
         return growth
 

@@ -66,10 +66,10 @@ class HybridConfig(DrafterConfig):
         """The drafters' configurations."""
         texts = [text.strip().replace(";", ",") for text in self.parts.split("+")]
         self.require("parts", all(texts), "names an empty drafter")
-        known = {*names()}
-        if len(texts) == 1 and _name(texts[0]) not in known:
+        drafters = {*names()}
+        if len(texts) == 1 and _name(texts[0]) not in drafters:
             texts = [LOOKUP, MODEL.format(texts[0])]
-        return tuple(self._read(text if _name(text) in known else f"draft_model:{text}") for text in texts)
+        return tuple(self._read(text if _name(text) in drafters else f"draft_model:{text}") for text in texts)
 
     def with_weights(self, find: abc.Callable[[str], str], applied: bool = False) -> HybridConfig:
         """Return the same, each part with the weights that it means; see `DrafterConfig`."""
@@ -112,10 +112,10 @@ def with_parts(parts: abc.Sequence[str], drafter: str) -> str:
         return f"hybrid:{'+'.join(parts)}"
     if kind != HybridConfig.kind:
         return f"hybrid:{'+'.join([*parts, drafter.replace(',', ';')])}"
-    own, comma, options = rest.partition(",")
-    if "+" not in own and _name(own) not in {*names()}:  # a model's name alone: see `HybridConfig.parts`
-        own = f"{LOOKUP}+{MODEL.format(own)}".replace(",", ";")
-    return f"hybrid:{'+'.join([*parts, own])}{comma}{options}"
+    model_part, comma, options = rest.partition(",")
+    if "+" not in model_part and _name(model_part) not in {*names()}:  # a model's name alone: see `HybridConfig.parts`
+        model_part = f"{LOOKUP}+{MODEL.format(model_part)}".replace(",", ";")
+    return f"hybrid:{'+'.join([*parts, model_part])}{comma}{options}"
 
 
 class Hybrid(Drafter):
@@ -145,7 +145,7 @@ class Hybrid(Drafter):
         self.spec = DrafterSpec(
             name=config.kind,
             taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
-            past=_furthest([spec.past for spec in specs]),
+            past=_longest_past([spec.past for spec in specs]),
             network=any(spec.network for spec in specs),
             cached=any(spec.cached for spec in specs),
             level_logits=all(spec.level_logits for spec in specs),
@@ -177,9 +177,9 @@ class Hybrid(Drafter):
         assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         look_ups = LookUps({k: part for k, part in enumerate(self.parts) if isinstance(part, LookUp)}, log(SURE))
         for part in self._networks:
-            found: Any = part.sessions(rows)
-            found.look_ups, found.source = look_ups, self.parts.index(part)
-            return found
+            part_sessions: Any = part.sessions(rows)
+            part_sessions.look_ups, part_sessions.source = look_ups, self.parts.index(part)
+            return part_sessions
         return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
 
     def observe(self, step: StepFeatures) -> None:
@@ -212,13 +212,13 @@ class Hybrid(Drafter):
         first = [0.0 for _ in drafts]  # chance that each draft begins right
         for source in range(len(self.parts)):
             began = perf_counter()
-            asked = self._asked(source, want, first)
+            requested = self._asked(source, want, first)
             if source == self._ahead:
-                ahead = {*asked}
+                ahead = {*requested}
                 self.parts[source].expect({view.key: i in ahead for i, view in enumerate(want.sequences)})
-            if not asked:
+            if not requested:
                 continue
-            passes = self._add(source, want, asked, drafts, first)
+            passes = self._add(source, want, requested, drafts, first)
             if want.rule is not None:
                 want.rule.record_cost(source, passes, (perf_counter() - began) * 1e3)
         return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
@@ -236,21 +236,21 @@ class Hybrid(Drafter):
         self,
         source: int,
         want: DraftRequest,
-        asked: abc.Sequence[int],
+        requested: abc.Sequence[int],
         drafts: abc.Sequence[Proposal],
         first: list[float],
     ) -> int:
         """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
         part, rule = self.parts[source], want.rule
         request = DraftRequest(
-            sequences=[want.sequences[i] for i in asked],
-            budgets=[min(want.budgets[i], part.spec.default_budget) for i in asked],
-            max_depths=[want.max_depths[i] for i in asked],
-            floor=UNSURE if rule is None else rule.level_chance(source, len(asked)),
-            caches=[want.caches[i] for i in asked] if want.caches else (),
+            sequences=[want.sequences[i] for i in requested],
+            budgets=[min(want.budgets[i], part.spec.default_budget) for i in requested],
+            max_depths=[want.max_depths[i] for i in requested],
+            floor=UNSURE if rule is None else rule.level_chance(source, len(requested)),
+            caches=[want.caches[i] for i in requested] if want.caches else (),
         )
-        found = part.draft(request)
-        for i, draft in zip(asked, found, strict=True):
+        proposals = part.draft(request)
+        for i, draft in zip(requested, proposals, strict=True):
             if not draft.tokens:
                 continue
             if source + 1 < len(self.parts):  # whom a later one is asked for depends on it
@@ -258,24 +258,24 @@ class Hybrid(Drafter):
                 chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
                 first[i] = max(first[i], chance)
             drafts[i].graft(draft, source)
-        return max(draft.depth for draft in found) if request.passes is None else request.passes
+        return max(draft.depth for draft in proposals) if request.passes is None else request.passes
 
 
 def _check(config: HybridConfig, spec: DrafterSpec) -> None:
     """Refuse a drafter whose drafts cannot be merged with others'."""
-    asked, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
+    subject, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
     if spec.proposes == "sampled":
-        raise CapabilityError(asked, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
+        raise CapabilityError(subject, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
     if spec.default_budget == 0:
-        raise ConfigError(asked, f"{spec.name} drafts nothing", remedy)
+        raise ConfigError(subject, f"{spec.name} drafts nothing", remedy)
 
 
-def _furthest(pasts: abc.Sequence[int | None]) -> int | None:
+def _longest_past(pasts: abc.Sequence[int | None]) -> int | None:
     """Return the longest past that one of them needs; None: all of a text."""
-    known = [past for past in pasts if past is not None]
-    return max(known, default=0) if len(known) == len(pasts) else None
+    limits = [past for past in pasts if past is not None]
+    return max(limits, default=0) if len(limits) == len(pasts) else None
 
 
-def _distinct(given: abc.Sequence[str]) -> list[str]:
+def _distinct(labels: abc.Sequence[str]) -> list[str]:
     """Names as they are; a repeated one with a number."""
-    return [n if n not in given[:i] else f"{n} {given[: i + 1].count(n)}" for i, n in enumerate(given)]
+    return [n if n not in labels[:i] else f"{n} {labels[: i + 1].count(n)}" for i, n in enumerate(labels)]

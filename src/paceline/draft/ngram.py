@@ -110,9 +110,9 @@ class NgramDrafter(LookUp):
             return super().draft(want)
         depths = [min(most, max_depth, budget) for _, budget, max_depth in want.rows()]
         rows = zip(want.sequences, depths, strict=True)
-        asked = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
-        found = iter(texts.draft(asked) if asked else ())
-        return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
+        requested = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
+        drafts = iter(texts.draft(requested) if requested else ())
+        return [_proposal(*next(drafts), depth) if depth > 0 else Proposal() for depth in depths]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """Return a chain."""
@@ -125,16 +125,16 @@ class NgramDrafter(LookUp):
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return what followed the longest n-grams of the text that end text and path."""
         index, tokens = self._index(sequence), [*sequence.tokens, *path]
-        found: dict[int, float] = {}
-        left = 0.0  # log of the chance that none of those before is right
+        followers: dict[int, float] = {}
+        log_rest = 0.0  # log of the chance that none of those before is right
         for n, follower in index.matches(tokens):
-            if tokens[follower] not in found:
+            if tokens[follower] not in followers:
                 m = matched(tokens, n, follower)
-                found[tokens[follower]] = left + log_trust(m, 1)
-                left += math.log(2 / (m + 2))
-            if len(found) == width:
+                followers[tokens[follower]] = log_rest + log_trust(m, 1)
+                log_rest += math.log(2 / (m + 2))
+            if len(followers) == width:
                 break
-        return [*found.items()]
+        return [*followers.items()]
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Forget these sequences."""

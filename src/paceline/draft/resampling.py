@@ -124,13 +124,13 @@ class Resampling:
     def _room(self, budget: int) -> int:
         if self.form == "alone":
             return min(self.extra, budget)
-        own = self.nodes - self.extra if self.form == "equal" else self.nodes
-        return max(0, min(self.extra, budget - own))
+        fresh_nodes = self.nodes - self.extra if self.form == "equal" else self.nodes
+        return max(0, min(self.extra, budget - fresh_nodes))
 
-    def keep(self, view: Sequence, said: LevelScores) -> None:
+    def keep(self, view: Sequence, scores: LevelScores) -> None:
         """Note what a fresh draft is made of."""
         if self.on:
-            self._drafted[view.key] = len(view.tokens), said
+            self._drafted[view.key] = len(view.tokens), scores
 
     def take(self, view: Sequence, budget: int, max_depth: int) -> LevelScores | None:
         """Return the levels that were left over, as many as can be used; None: there are none, or there is no room.
@@ -141,12 +141,12 @@ class Resampling:
             return None
         drafted = self._drafted.pop(view.key, None)
         most = min(self._room(budget), max_depth)
-        left = left_over(drafted, len(view.tokens), self.threshold) if most > 0 else None
-        return None if left is None else cut(left, 0, most)
+        rest = left_over(drafted, len(view.tokens), self.threshold) if most > 0 else None
+        return None if rest is None else cut(rest, 0, most)
 
-    def fresh(self, left: LevelScores | None) -> bool:
+    def fresh(self, rest: LevelScores | None) -> bool:
         """Whether a sequence gets a fresh draft, given what it has left over."""
-        return self.form != "alone" or left is None
+        return self.form != "alone" or rest is None
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended or preempted sequences."""

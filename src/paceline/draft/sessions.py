@@ -62,24 +62,24 @@ class Ask:
     """One level that a session's tree is to grow by."""
 
     key: int
-    given: abc.Sequence[tuple[int, int]] = ()  # parent and token of nodes to add, below which children are drafted
+    added: abc.Sequence[tuple[int, int]] = ()  # parent and token of nodes to add, below which children are drafted
     expand: abc.Sequence[int] = ()  # nodes that are there already below which children are drafted
     width: Annotated[int, Field(ge=1)] = 1  # children of each
     most: abc.Sequence[
         Annotated[int, Field(ge=0)]
     ] = ()  # of each given, then each expanded node: tokens below it that may come at once; none: one
 
-    def room(self, given: abc.Sequence[int]) -> dict[int, int]:
-        """Tokens that may come at once below each node; ``given`` are the numbers of the given nodes."""
-        nodes = [*given, *self.expand]
+    def room(self, added: abc.Sequence[int]) -> dict[int, int]:
+        """Return how many tokens may come at once below each node; ``added`` numbers the added nodes."""
+        nodes = [*added, *self.expand]
         return dict(zip(nodes, self.most or [1] * len(nodes), strict=True))
 
 
 @dataclass(slots=True)
-class Grown:
+class NewNodes:
     """What a session's tree has grown by."""
 
-    given: list[int] = field(default_factory=list)  # the nodes of `Ask.given`; a child with that token is taken again
+    added: list[int] = field(default_factory=list)  # the nodes of `Ask.added`; a child with that token is taken again
     parents: list[int] = field(default_factory=list)  # of each drafted child
     nodes: list[int] = field(default_factory=list)  # its number
     tokens: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class DraftSessions(Protocol):
     def open(self, opening: Opening) -> None:
         """Begin with a sequence."""
 
-    def grow(self, asks: abc.Sequence[Ask]) -> list[Grown]:
+    def grow(self, asks: abc.Sequence[Ask]) -> list[NewNodes]:
         """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
 
         A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
@@ -124,16 +124,16 @@ class DraftSessions(Protocol):
         """Drop what was kept of sequences that are closed."""
 
 
-class Growing(Protocol):
+class Pending(Protocol):
     """A growth of several levels, as far as it is known."""
 
-    levels: list[dict[int, Grown]]  # by level what came, by sequence; sequences of which nothing was left are missing
+    levels: list[dict[int, NewNodes]]  # by level, then by sequence; finished sequences are missing
     times: list[tuple[float, float]]  # by level: when it was drafted, by `time.perf_counter` of this host
     done: bool  # nothing more will come
 
 
 @runtime_checkable
-class GoingSessions(DraftSessions, Protocol):
+class AsyncSessions(DraftSessions, Protocol):
     """Sessions served elsewhere: growths go on there by themselves, a level at a time.
 
     `commit`, `reroot` and `close` of a sequence call off what is left of its growths. Whatever is lost on the way, or
@@ -147,7 +147,7 @@ class GoingSessions(DraftSessions, Protocol):
             ConfigError: they never will be.
         """
 
-    def begin(self, asks: abc.Sequence[Ask], levels: abc.Sequence[abc.Sequence[int]]) -> Growing:
+    def begin(self, asks: abc.Sequence[Ask], levels: abc.Sequence[abc.Sequence[int]]) -> Pending:
         """Begin to grow, and wait for nothing.
 
         Args:
@@ -158,7 +158,7 @@ class GoingSessions(DraftSessions, Protocol):
     def look(self) -> None:
         """Take what came of all growths."""
 
-    def wait(self, growing: Growing) -> None:
+    def wait(self, growing: Pending) -> None:
         """Until a growth is done."""
 
 
@@ -171,22 +171,22 @@ def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Pro
         levels: of a chain, at most.
     """
     drafts = [Proposal() for _ in want.sequences]
-    left: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
+    going: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
     for place, (view, budget, max_depth) in enumerate(want.rows()):
-        if (wanted := min(budget, max_depth, levels)) > 0:
-            left[view.key] = place, ROOT, wanted
+        if (count := min(budget, max_depth, levels)) > 0:
+            going[view.key] = place, ROOT, count
     floor = want.log_floor
-    while left:
-        asks = [Ask(key, expand=[tip], most=[wanted]) for key, (_, tip, wanted) in left.items()]
+    while going:
+        asks = [Ask(key, expand=[tip], most=[count]) for key, (_, tip, count) in going.items()]
         for ask, grown in zip(asks, sessions.grow(asks), strict=True):
-            place, _, wanted = left.pop(ask.key)
+            place, _, count = going.pop(ask.key)
             draft, score = drafts[place], 0.0
             for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
                 score = log_q + (draft.log_scores[-1] if draft.log_scores else 0.0)
                 draft.add(len(draft), token, score)
                 if score < floor:
                     break
-            more = wanted - len(grown.tokens)
+            more = count - len(grown.tokens)
             if grown.nodes and more > 0 and score >= floor:
-                left[ask.key] = place, grown.nodes[-1], more
+                going[ask.key] = place, grown.nodes[-1], more
     return drafts

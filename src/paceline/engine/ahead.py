@@ -11,8 +11,8 @@ from ..core.errors import ConfigError
 from ..core.options import option
 from ..draft.base import DrafterSpec
 from ..draft.local_sessions import LocalSessions
-from ..draft.sessions import GoingSessions
-from .base import Place, RoundConfig, RoundParts
+from ..draft.sessions import AsyncSessions
+from .base import RoundConfig, RoundParts, WorkerPlace
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class AheadConfig(RoundConfig):
         return bool(getattr(self, self.chooser) == "process")
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> WorkerPlace | None:
         """See `RoundConfig`."""
-        return Place(self.cores, self.threads, device=self.device) if self._apart else None
+        return WorkerPlace(self.cores, self.threads, device=self.device) if self._apart else None
 
     def misfit(self, spec: DrafterSpec, in_pass: str, remedy: str) -> tuple[str, str] | None:
         """Why a drafter cannot draft ahead, and what to do; None: it can.
@@ -70,7 +70,7 @@ class AheadConfig(RoundConfig):
             return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
         return None
 
-    def sessions(self, parts: RoundParts, rows: int, beside: bool = False) -> GoingSessions:
+    def sessions(self, parts: RoundParts, rows: int, beside: bool = False) -> AsyncSessions:
         """Return sessions with room for so many drafted nodes of a sequence.
 
         Here (in a thread, if ``beside``) or in a process.
@@ -90,7 +90,7 @@ class SessionGuard:
         drop: told that all sessions are gone.
     """
 
-    def __init__(self, drafter: str, sessions: GoingSessions, drop: Callable[[], None]) -> None:
+    def __init__(self, drafter: str, sessions: AsyncSessions, drop: Callable[[], None]) -> None:
         self.failure: str | None = None  # why drafting has ended
         self._drafter, self._sessions, self._drop = drafter, sessions, drop
         self._comes_back = not isinstance(sessions, LocalSessions)

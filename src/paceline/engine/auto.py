@@ -129,8 +129,8 @@ class AutoBudget(DraftBudget):
         self._choice = 0, 0, 0.0  # the last choice: batch size, nodes over the batch, their expected tokens
 
     @classmethod
-    def of(cls, spec: DrafterSpec, table: CostTable, own: CostTable | None = None) -> Self:
-        """Return the budget of a drafter; ``own``: what passes of its draft model cost, where that was calibrated."""
+    def of(cls, spec: DrafterSpec, table: CostTable, costs: CostTable | None = None) -> Self:
+        """Return the budget of a drafter; ``costs``: what passes of its draft model cost, where that was calibrated."""
         parts = spec.parts or (spec,)
         return cls(
             table,
@@ -138,7 +138,7 @@ class AutoBudget(DraftBudget):
             sources=spec.sources if spec.parts else (spec.name,),
             marks=len(spec.sources),
             draft_costs=[
-                DraftCosts.of_network(table, own, part.cached) if part.network else DraftCosts() for part in parts
+                DraftCosts.of_network(table, costs, part.cached) if part.network else DraftCosts() for part in parts
             ],
             prepares=next((k for k, part in enumerate(parts) if part.in_pass), None),
             blind=spec.proposes == "sampled",
@@ -184,19 +184,19 @@ class AutoBudget(DraftBudget):
         self._asks, self._tries = [_Asks() for _ in self._asks], False
         if self._plain_due():
             return [0] * len(views)
-        wanted = set[int]()
+        due = set[int]()
         for source in range(len(self._asks)):
             # Rows that cost more than they may bring leave only trials.
             paying = set() if size.rows and self.row_chance >= 1 else self._paying(source, histories)
-            wanted |= paying | self._trial(source, histories, paying)
-        if not wanted:
+            due |= paying | self._trial(source, histories, paying)
+        if not due:
             self._next += REST - 1
         elif size.looks >= KNOWN_AFTER and not self._tries:
             self._next += LOOK_EVERY - 1
         best = [self.cap for _ in histories]
         if self._blind:  # scores may not be looked at: so many nodes as pay by their depth
             best = [max(1, best_count(h.unscored(self.cap), self._priced(self.cap))) for h in histories]
-        return [count if i in wanted else 0 for i, count in enumerate(best)]
+        return [count if i in due else 0 for i, count in enumerate(best)]
 
     def _size_at(self, batch: int) -> _BatchSize:
         size = self._sizes.get(bucket(batch))
@@ -247,9 +247,9 @@ class AutoBudget(DraftBudget):
         count = best_count([values[i] for i in order], prices)
         share = prices[max(1, count)] / max(1, count) if order else 0.0
         for place, i in enumerate(order):
-            known = histories[i].gains[source]
-            pays = (share + dear[i]) * max(known.open, LEAST_OPEN) / known.gain
-            least[histories[i].view.key] = min(pays, known.open) if place < count else pays
+            gain_estimate = histories[i].gains[source]
+            pays = (share + dear[i]) * max(gain_estimate.open, LEAST_OPEN) / gain_estimate.gain
+            least[histories[i].view.key] = min(pays, gain_estimate.open) if place < count else pays
         return set(order[:count])
 
     def _catch_up_ms(self, source: int, history: History) -> float:
@@ -265,14 +265,14 @@ class AutoBudget(DraftBudget):
         if self.row_chance * (1 + MARGIN) >= 1:
             return set()
         idle = [i for i in range(len(histories)) if i not in paying]
-        found = {i for i in idle if histories[i].begun[source]}
+        chosen = {i for i in idle if histories[i].begun[source]}
         for i in sorted(idle, key=lambda i: histories[i].asked_at[source]):
             cost = self.draft_costs[source].predict(1) + self._catch_up_ms(source, histories[i])
-            if i not in found and cost <= DEAREST * self._plain_ms and self._spend(source, cost):
-                found.add(i)
-        self._asks[source].least.update(dict.fromkeys([histories[i].view.key for i in found], 0.0))
-        self._tries |= bool(found)
-        return found
+            if i not in chosen and cost <= DEAREST * self._plain_ms and self._spend(source, cost):
+                chosen.add(i)
+        self._asks[source].least.update(dict.fromkeys([histories[i].view.key for i in chosen], 0.0))
+        self._tries |= bool(chosen)
+        return chosen
 
     def _save(self, ms: float) -> None:
         """Set a share of some steps' time aside for trials, up to a plain step's time."""
@@ -367,10 +367,10 @@ class AutoBudget(DraftBudget):
         self._choice, self._all = (self._batch, count, sum(chances[:count])), 0 < count == nodes and not tries
         if not 0 < count < nodes:
             return tree if count else None
-        kept = [[0] for _ in views]
+        selected = [[0] for _ in views]
         for _, b, node in sorted(ranked[:count], key=lambda node: node[1:]):
-            kept[b].append(node)
-        return tree.kept(kept)
+            selected[b].append(node)
+        return tree.subset(selected)
 
     def _tries_rows(self, rows: int) -> bool:
         """Return whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so.
@@ -421,7 +421,7 @@ class AutoBudget(DraftBudget):
             size.ms += RATE * (total_ms - size.ms)
         if any(step.budgets):
             others = sum([asks.ms for source, asks in enumerate(self._asks) if source != self._late])
-            self._learn_costs(self._late, step.ask_ms - others)
+            self._learn_costs(self._late, step.propose_ms - others)
 
     def _learn_costs(self, source: int, ms: float) -> None:
         asks = self._asks[source]
@@ -435,7 +435,7 @@ class AutoBudget(DraftBudget):
             if history := self._histories.pop(sequence.key, None):
                 history.judge()
 
-    def renew(self, source: str, expected: float | None = None) -> None:
+    def reset_source(self, source: str, expected: float | None = None) -> None:
         """See `DraftBudget.renew`: what was counted says little of its drafts."""
         at, self._keys = self.sources.index(source), []
         if expected is not None:
@@ -457,7 +457,7 @@ class AutoBudget(DraftBudget):
         """Return this budget, which is the rule; see `DraftBudget.rule`."""
         return self
 
-    def rested(self, sequence: Sequence) -> str | None:
+    def idle_reason(self, sequence: Sequence) -> str | None:
         """Return why nothing at all was drafted for a sequence, where drafts did not pay in most of its steps."""
         history = self._histories.get(sequence.key)
         if history is None or sequence.stats.drafted:
@@ -475,7 +475,7 @@ class AutoBudget(DraftBudget):
         if not batch:
             return f"{at}: nothing was drafted yet"
         gains = ", ".join(
-            f"{name} {known.gain:.2f}" for name, known in zip(self.sources, self._size.gains, strict=True)
+            f"{name} {estimate.gain:.2f}" for name, estimate in zip(self.sources, self._size.gains, strict=True)
         )
         asks = f"an ask brings, beyond its rows, so many tokens: {gains}"
         if not nodes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from ..core.named import NamedConfig
 from ..core.sequence import Sequence
 from ..draft.base import Drafter, DrafterSpec, DraftRule
-from ..draft.sessions import GoingSessions
+from ..draft.sessions import AsyncSessions
 from ..kv.pool import KVPool
 from ..model.applications import Application
 from ..model.decoder import Decoder
@@ -43,7 +43,7 @@ class StepResult:
     draft_ms: float
     verify_ms: float
     host_ms: float
-    ask_ms: float  # of draft_ms: what asking the drafter took; the rest is taps and `observe`, asked or not
+    propose_ms: float  # of draft_ms: what asking the drafter took; the rest is taps and `observe`, asked or not
 
 
 class Round(Protocol):
@@ -105,7 +105,7 @@ class Round(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """Where a drafter's own process runs."""
 
     cores: tuple[int, ...] = ()  # of the CPU; none: all
@@ -114,7 +114,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ModelOrigin:
     """Where a target comes from, for rounds that read what was trained for it."""
 
     name: str = "this target"
@@ -125,7 +125,7 @@ class Origin:
     )  # a round -> what the zoo has that it reads, of the target
 
 
-UNKNOWN = Origin()
+UNKNOWN = ModelOrigin()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,8 +137,8 @@ class RoundParts:
     drafter: Drafter | None = None  # where `RoundConfig.place` names a process the same drafter runs there; this one is
     # not bound then, and is asked for nothing but what it declares
     verifier: str = DEFAULT_VERIFIER
-    origin: Origin = UNKNOWN  # where the target comes from
-    serve: abc.Callable[[int, Place], GoingSessions] | None = (
+    origin: ModelOrigin = UNKNOWN  # where the target comes from
+    serve: abc.Callable[[int, WorkerPlace], AsyncSessions] | None = (
         None  # starts the drafter's process, where one is named, with
     )
     # room for so many drafted nodes of a sequence
@@ -160,7 +160,7 @@ class RoundConfig(NamedConfig):
     accept = "strict"  # with another rule ids depend on the drafter
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> WorkerPlace | None:
         """Where the drafter runs, if that is a process of its own; None: in the target's."""
         return None
 

@@ -27,7 +27,7 @@ class StepRecord:
     accepted: abc.Sequence[int]  # [B] drafted tokens that were emitted
     pure: bool  # every row was a root or a drafted node: no prompt was computed beside them
     draft_ms: float
-    ask_ms: float  # of these: what asking the drafter took, which it would not take unasked
+    propose_ms: float  # of these: what asking the drafter took, which it would not take unasked
     rest_ms: float  # everything else of the step: scheduling, target pass, verification, book-keeping
 
 
@@ -68,7 +68,7 @@ class DraftBudget:
     def forget(self, sequences: abc.Sequence[Sequence]) -> None:
         """Drop what is kept of sequences that have ended."""
 
-    def renew(self, source: str, expected: float | None = None) -> None:
+    def reset_source(self, source: str, expected: float | None = None) -> None:
         """Note that another drafter takes the place of a source from now on.
 
         Args:
@@ -80,7 +80,7 @@ class DraftBudget:
         """Why nothing is drafted at all, known before the first step; None where something may be."""
         return None
 
-    def rested(self, sequence: Sequence) -> str | None:
+    def idle_reason(self, sequence: Sequence) -> str | None:
         """Why drafting was off for most of this sequence's steps, if it was."""
         return self.reason()
 
@@ -107,13 +107,13 @@ class FixedBudget(DraftBudget):
         if isinstance(self.size, int):
             _check_size(self.size, f"budget={shown(self.size)}")
             return
-        asked = f"budget={shown(dict(self.size))}"
+        subject = f"budget={shown(dict(self.size))}"
         if not self.size or self.size[0][0] != 1:
-            raise ConfigError(asked, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
+            raise ConfigError(subject, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
         if any(later <= earlier for (earlier, _), (later, _) in pairwise(self.size)):
-            raise ConfigError(asked, "batch sizes must ascend, each listed once", "write it like 1:8,4:4,16:0")
+            raise ConfigError(subject, "batch sizes must ascend, each listed once", "write it like 1:8,4:4,16:0")
         for _, size in self.size:
-            _check_size(size, asked)
+            _check_size(size, subject)
 
     def __str__(self) -> str:
         return str(self.size) if isinstance(self.size, int) else ",".join(f"{b}:{nodes}" for b, nodes in self.size)
@@ -141,7 +141,7 @@ class FixedBudget(DraftBudget):
             return self.why or "the draft budget is 0"
         return f"the draft budget is 0 at every batch size ({self})"
 
-    def rested(self, sequence: Sequence) -> str | None:
+    def idle_reason(self, sequence: Sequence) -> str | None:
         """Why a sequence drafted nothing, also where the table allows drafts in smaller batches."""
         if isinstance(self.size, int):
             return self.reason()
@@ -192,6 +192,6 @@ def _whole(part: Any, whole: Any) -> int:
         raise ConfigError(f"budget={shown(whole)}", f"{shown(part)} is not a whole number", FORMS) from error
 
 
-def _check_size(size: int, asked: str) -> None:
+def _check_size(size: int, subject: str) -> None:
     if not 0 <= size <= MAX_BUDGET:
-        raise ConfigError(asked, f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off")
+        raise ConfigError(subject, f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off")

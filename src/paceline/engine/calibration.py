@@ -117,7 +117,7 @@ def places(folder: Path) -> tuple[Path, ...]:
     return folder / FILE, base / "costs" / f"{name}.json"
 
 
-def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:
+def find(folder: Path, fingerprint: Fingerprint) -> tuple[Calibration | None, str]:
     """Return the calibration of a model that holds here, and where it is from, or why there is none."""
     why = []
     for path in places(folder):
@@ -129,9 +129,9 @@ def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:
             why.append(f"{path} is ignored: {error.wrong}")
             continue
         for entry in entries:
-            if entry.fingerprint == wanted:
+            if entry.fingerprint == fingerprint:
                 return entry, str(path)
-        nearest = min((wanted.differs(entry.fingerprint) for entry in entries), key=len, default=["it is empty"])
+        nearest = min((fingerprint.differs(entry.fingerprint) for entry in entries), key=len, default=["it is empty"])
         why.append(f"{path} is ignored, it was measured under other conditions: {'; '.join(nearest)}")
     return None, "; ".join(why) or "no calibration was found"
 
@@ -176,10 +176,10 @@ def _read(path: Path) -> list[Calibration]:
 
 def _write(path: Path, calibration: Calibration) -> None:
     try:
-        kept = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
+        others = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
     except ConfigError:  # unreadable, so useless to everybody: start a new one
-        kept = []
-    values = {"schema": SCHEMA, "entries": [asdict(entry) for entry in (*kept, calibration)]}
+        others = []
+    values = {"schema": SCHEMA, "entries": [asdict(entry) for entry in (*others, calibration)]}
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     fresh.replace(path)  # a reader sees the old file or the new one
@@ -253,8 +253,8 @@ class PassTimer:
         spans = []
         for i, cache in enumerate(caches):
             first = cache.committed
-            found = cache.slots(first, first + rows)
-            slots += range(found.start, found.stop) if isinstance(found, slice) else found.tolist()
+            places = cache.slots(first, first + rows)
+            slots += range(places.start, places.stop) if isinstance(places, slice) else places.tolist()
             spans.append(RowSpan(i * rows, (i + 1) * rows, first, cache.slots(0, first + rows), None))
         positions = [cache.committed + i for cache in caches for i in range(rows)]
         return TokenPass([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))

@@ -60,12 +60,12 @@ class Chances:
 
     def by_depth(self) -> list[float]:
         """Return, for depths 1, 2, 3-4, 5-8 and beyond, the share of nodes that were right, of those met so far."""
-        found = []
+        chances = []
         for first in range(0, len(self.odds), CLASSES):
             cells = range(first, first + CLASSES)
             met = [self._tries[cell] - PRIOR + 0.01 for cell in cells]
-            found.append(sum([self._share[cell] * n for cell, n in zip(cells, met, strict=True)]) / sum(met))
-        return found
+            chances.append(sum([self._share[cell] * n for cell, n in zip(cells, met, strict=True)]) / sum(met))
+        return chances
 
 
 def cell_of(log_chance: float, depth: int) -> int:
@@ -107,13 +107,13 @@ class History:
                  "shift", "view")  # fmt: skip
 
     def __init__(
-        self, view: Sequence, chances: abc.Sequence[Chances], sources: int, step: int = 0, rested: int = 0
+        self, view: Sequence, chances: abc.Sequence[Chances], sources: int, step: int = 0, idle_before: int = 0
     ) -> None:
         self.view, self.chances = view, chances
         self.shift = [0.0] * len(chances)  # by source mark: log odds against those of all sequences
         self.base = 0  # tokens of the text at the last proposal
         self.proposal: list[tuple[int, int, int, int, float]] = []  # token, parent, mark, class, chance of each node
-        self.born, self.rested_before = step, rested
+        self.born, self.rested_before = step, idle_before
         self.shared: abc.Sequence[AskGain] = ()  # by source: what asks for all sequences bring at this batch size
         self.gains: list[AskGain] = []  # by source: those of the sequence; until it was asked for, the shared one
         self.seen = [0] * sources  # tokens of the text that each source has processed
@@ -163,12 +163,12 @@ class History:
         """
         if not self.proposal:
             return
-        known, shift, places = self.view.tokens, self.shift, {0: self.base}  # of right nodes: their children's place
+        tokens, shift, places = self.view.tokens, self.shift, {0: self.base}  # of right nodes: their children's place
         for node, (token, parent, mark, cell, chance) in enumerate(self.proposal, start=1):
-            place = places.get(parent, len(known))
-            if place >= len(known):
+            place = places.get(parent, len(tokens))
+            if place >= len(tokens):
                 continue
-            right = known[place] == token
+            right = tokens[place] == token
             self.chances[mark].learn(cell, right)
             shift[mark] = max(-MOST_SHIFT, min(MOST_SHIFT, FADE * (shift[mark] + SHIFT * (right - chance))))
             if right:

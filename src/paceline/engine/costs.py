@@ -155,10 +155,10 @@ class StepCosts:
         # Where rows cost more than the table says by more than noise may be, rows beyond those seen do, in proportion.
         seen = [rows for rows in range(1, bucket(most)) if self._seen(first, rows)]
         if seen and (last := 1 << max(0, seen[-1] - 1)) < most:
-            sure, said = rise[last] - NOISE * now, more[last - 1][0]
-            if sure > said > 0:
+            sure, estimated = rise[last] - NOISE * now, more[last - 1][0]
+            if sure > estimated > 0:
                 beyond = zip(rise[last + 1 :], more[last:most], strict=True)
-                rise[last + 1 :] = [max(cost, ms * sure / said) for cost, (ms, _) in beyond]
+                rise[last + 1 :] = [max(cost, ms * sure / estimated) for cost, (ms, _) in beyond]
         return rise
 
     def _seen(self, sequences: int, rows: int) -> bool:
@@ -246,8 +246,8 @@ class _Calls:
 
     def slope(self, guess: float) -> float:
         """Return ms of a pass; where all calls took about the same number of passes, near the guess."""
-        found = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
-        return max(0.0, min(found, self.ms / max(1.0, self.passes)))
+        estimate = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
+        return max(0.0, min(estimate, self.ms / max(1.0, self.passes)))
 
 
 class DraftCosts:
@@ -276,18 +276,18 @@ class DraftCosts:
         self._known: dict[int, _Calls] = {}  # by bucket of sequences
 
     @classmethod
-    def of_network(cls, target: CostTable, own: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
+    def of_network(cls, target: CostTable, draft_table: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
         """Return a guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
 
         Args:
             target: the target's costs.
-            own: the calibrated costs of the draft model, if there are any.
+            draft_table: the calibrated costs of the draft model, if there are any.
             catches_up: whether it has to compute something for every token that it has not seen.
         """
         level = target.chain_ms(1) / LEVELS
-        if own is None:
+        if draft_table is None:
             return cls(level=level, catch_up=target.chain_ms(128) / 128 / 3 if catches_up else 0.0)
-        return cls(level=min(level, own.chain_ms(1)), catch_up=own.chain_ms(128) / 128)
+        return cls(level=min(level, draft_table.chain_ms(1)), catch_up=draft_table.chain_ms(128) / 128)
 
     def level_ms(self, sequences: int) -> float:
         """Return one more pass of a network for so many sequences."""
@@ -295,17 +295,17 @@ class DraftCosts:
 
     def predict(self, sequences: int) -> float:
         """Return expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
-        known = self._usual(sequences)
+        usual = self._usual(sequences)
         if not self.network:
-            return known.ms * sequences / known.sequences
-        return max(0.0, known.ms + known.slope(self._level) * (self._passes - known.passes))
+            return usual.ms * sequences / usual.sequences
+        return max(0.0, usual.ms + usual.slope(self._level) * (self._passes - usual.passes))
 
     def _usual(self, sequences: int) -> _Calls:
         """Return the calls for about so many sequences."""
         if not self._known:
             return self._guess
         size = bucket(sequences)
-        return self._known.get(size) or self._known[min(self._known, key=lambda known: abs(known - size))]
+        return self._known.get(size) or self._known[min(self._known, key=lambda other: abs(other - size))]
 
     def observe(self, sequences: int, passes: int, unseen: int, ms: float) -> None:
         """Learn from one call: its sequences, its network's passes, and the tokens that it processed first."""

@@ -93,14 +93,14 @@ class GuardedDrafter:
         """
         if self.verifier.needs_q:  # it weighs what was drawn as it was drawn
             return tree
-        kept = []
+        valid = []
         for b, view in enumerate(sequences):
             nodes = [*range(tree.counts[b])]
             if (matcher := view.sampler.matcher) is not None:
                 allowed = matcher.within(view.sampler.output_ids, tree.paths(b))
                 nodes = [node for node in nodes if node == 0 or allowed[node]]
-            kept.append(nodes)
-        return tree if [*map(len, kept)] == tree.counts else tree.kept(kept)
+            valid.append(nodes)
+        return tree if [*map(len, valid)] == tree.counts else tree.subset(valid)
 
     def _spare(self, drafting: abc.Sequence[Work]) -> bool:
         """Draft no more for requests whose own rules failed on drafts; whether there are any."""
@@ -188,5 +188,5 @@ def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
     rows = [*zip(tree.depths(), limits, strict=True)]
     if all(count - 1 <= budget and max(depths) <= deep for depths, (count, budget, deep) in rows):
         return tree
-    kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
-    return tree.kept(kept)
+    nodes_left = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
+    return tree.subset(nodes_left)

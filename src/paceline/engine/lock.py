@@ -55,7 +55,7 @@ class FairLock:
             raise
 
     @property
-    def wanted(self) -> bool:
+    def contended(self) -> bool:
         """Return whether a thread waits for it."""
         return bool(self._waiting)
 

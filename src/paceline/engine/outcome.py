@@ -127,12 +127,12 @@ def logprobs_of(
         tokens: [n].
         paths: [n, D] drafted tokens up to each node; None: all follow the text.
     """
-    wanted = sequence.params.logprobs
-    if wanted is None:
+    count = sequence.params.logprobs
+    if count is None:
         return None
     if sequence.params.logprobs_mode == "processed":
         logits = sequence.sampler.process(logits, paths)
-    return token_logprobs(logits, torch.tensor(tokens), wanted, sequence.token_text)
+    return token_logprobs(logits, torch.tensor(tokens), count, sequence.token_text)
 
 
 def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, abc.Sequence[int]]]:
@@ -159,18 +159,18 @@ def keep(p: Pass, pool: KVPool) -> None:
 
     K and V are in the slot of the node's index at the proposal, whatever was pruned since.
     """
-    kept: list[tuple[SequenceCache, abc.Sequence[int]]] = []
+    commits: list[tuple[SequenceCache, abc.Sequence[int]]] = []
     for i, work in enumerate(p.works):
         cache, path = work.sequence.cache, p.paths.get(i)
         assert cache is not None
         if path:
-            proposed, first = p.kept.get(i), work.rows - 1
+            proposed, first = p.remaining.get(i), work.rows - 1
             nodes = path if proposed is None else [proposed[n] for n in path]
-            kept.append((cache, [*range(work.rows), *[first + n for n in nodes]]))
+            commits.append((cache, [*range(work.rows), *[first + n for n in nodes]]))
         else:
             cache.advance(work.rows)
-    if kept:
-        pool.commit(kept)
+    if commits:
+        pool.commit(commits)
     for work in p.works:
         cache = work.sequence.cache
         assert cache is not None

@@ -54,9 +54,9 @@ def _start(work: Work, span: Span, past: int | None) -> int:
     """Return the first row of a part of a prompt that a drafter needs."""
     if past is None:
         return span.start
-    cache, known = work.sequence.cache, len(work.sequence.tokens)
+    cache, length = work.sequence.cache, len(work.sequence.tokens)
     assert cache is not None
-    return min(span.stop, span.start + max(0, known - max(1, past) - cache.committed))
+    return min(span.stop, span.start + max(0, length - max(1, past) - cache.committed))
 
 
 def show(p: Pass, tapped: Tapped | None) -> StepFeatures:
@@ -73,12 +73,12 @@ def _states(p: Pass, tapped: Tapped) -> tuple[Mapping[int, Tensor], Sequence[sli
         return tapped.source, [slice(span.start, span.stop) for span in p.spans], first
     rows: list[int] = []
     slices: list[slice] = []
-    first, taken = [], 0
+    first, rows_read = [], 0
     for i, (work, span, start) in enumerate(zip(p.works, p.spans, tapped.starts, strict=True)):
         cache, begin = work.sequence.cache, len(rows)
         assert cache is not None
         if start < span.stop:
-            shift = taken - start if tapped.apart else 0  # from rows of the pass to those of the source
+            shift = rows_read - start if tapped.apart else 0  # from rows of the pass to those of the source
             rows += range(start + shift, span.start + work.rows + shift)
             path = p.paths.get(i)
             if path:
@@ -87,7 +87,7 @@ def _states(p: Pass, tapped: Tapped) -> tuple[Mapping[int, Tensor], Sequence[sli
         else:
             first.append(cache.committed + work.rows)
         slices.append(slice(begin, len(rows)))
-        taken += span.stop - start
+        rows_read += span.stop - start
     return _picked(tapped.source, rows), slices, first
 
 

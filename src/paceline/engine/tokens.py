@@ -33,9 +33,9 @@ def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
     if ids is not None:
         return _ids(ids), None if text is None else _checked_text(text)
     if not isinstance(text, str):
-        shown = type(prompt if text is None else text).__name__
+        type_name = type(prompt if text is None else text).__name__
         raise ConfigError(
-            f"a prompt of type {shown}", "a prompt is text or ids", 'give "..." or {"prompt_token_ids": [...]}'
+            f"a prompt of type {type_name}", "a prompt is text or ids", 'give "..." or {"prompt_token_ids": [...]}'
         )
     if tokenizer is None:
         raise ConfigError("a text prompt", "this model has no tokenizer", 'give {"prompt_token_ids": [...]}')
@@ -89,10 +89,10 @@ def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any, model: str) 
         raise ConfigError(f"chat with {model}", "the model has no chat template", "use generate with a plain prompt")
     if not messages:
         raise ConfigError("a chat without messages", "there is nothing to answer", "give at least one message")
-    told = [_message(message, "developer" in str(template)) for message in messages]
+    plain_messages = [_message(message, "developer" in str(template)) for message in messages]
     try:
         text = tokenizer.apply_chat_template(
-            as_read(told, lambda probe: str(tokenizer.apply_chat_template(probe, tokenize=False))),
+            as_read(plain_messages, lambda probe: str(tokenizer.apply_chat_template(probe, tokenize=False))),
             add_generation_prompt=True,
             tokenize=False,
         )
@@ -115,12 +115,12 @@ def _message(message: Any, knows_developers: bool) -> dict[str, Any]:
     if not isinstance(content, str | list) and not (content is None and calls):
         raise ConfigError(f"chat message {shown(message)}", "a message has a role and a text", form)
     role = message["role"]
-    told = {**message, "content": content or "", "role": role}
+    plain = {**message, "content": content or "", "role": role}
     if role == "developer" and not knows_developers:
-        told["role"] = "system"
+        plain["role"] = "system"
     if calls:
-        told["tool_calls"] = [*map(_call, calls)]
-    return told
+        plain["tool_calls"] = [*map(_call, calls)]
+    return plain
 
 
 def _part(part: Any) -> str:

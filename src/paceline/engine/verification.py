@@ -56,9 +56,9 @@ def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
         p = logits.new_zeros((*size, logits.shape[-1]))  # [B, N, V]
         uniform = torch.ones(size, dtype=torch.float64)  # [B, N]
         rows = zip(sequences, logits.split(tree.counts), tree.counts, strict=True)
-        for b, (sequence, own, count) in enumerate(rows):
+        for b, (sequence, rows_of_tree, count) in enumerate(rows):
             try:
-                p[b, :count] = sequence.sampler.probs(own, tree.path_tokens(b))
+                p[b, :count] = sequence.sampler.probs(rows_of_tree, tree.path_tokens(b))
             except Exception as error:
                 sequence.fault = error
                 p[b, :count, 0] = 1  # any distribution: nothing that is drawn from it comes out
@@ -106,8 +106,8 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
         CapabilityError: a verifier that needs q, or chains, with a drafter that does not give them.
     """
     if name not in VERIFIERS:
-        known = ", ".join(VERIFIERS)
-        raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {known}")
+        names = ", ".join(VERIFIERS)
+        raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {names}")
     kind = VERIFIERS[name]
     if kind.needs_q and (spec is None or spec.proposes != "sampled"):
         drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"

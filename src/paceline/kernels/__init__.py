@@ -103,12 +103,12 @@ def _load() -> tuple[Any, str | None]:
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0"
     try:
-        found = abi.declared(opened(SOURCE), "\n".join(_texts(SOURCE)))
+        functions = abi.declared(opened(SOURCE), "\n".join(_texts(SOURCE)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)
-    found.isa = found.pl_init(AMX)
-    return found, None
+    functions.isa = functions.pl_init(AMX)
+    return functions, None
 
 
 def opened(source: Path) -> ctypes.CDLL:
@@ -151,8 +151,8 @@ def built(source: Path, level: str = "") -> Path:
     stem = f"{source.stem}-{_digest((*_texts(source), version, command, _output(probe, 60)[1]))}"
     if (cache_folder := user_cache()) is None:
         raise RuntimeError("the user has no cache folder; name one by an absolute path in XDG_CACHE_HOME")
-    if (kept := _kept(folder := cache_folder / "kernels", stem)) is not None:
-        return kept
+    if (cached := _kept(folder := cache_folder / "kernels", stem)) is not None:
+        return cached
     _make_folder(folder)
     if source == SOURCE:  # a warning, which shows where nobody has set up logging: the start is silent for so long
         log.warning("compiling the layers for %s, once: one to two minutes", level or "this processor")
@@ -199,12 +199,12 @@ def _kept(folder: Path, stem: str) -> Path | None:
     if not folder.is_dir():
         return None
     _require_own(folder)
-    found = [path for path in sorted(folder.glob(f"{stem}-*.so")) if path.is_file()]
-    for path in found:
+    files = [path for path in sorted(folder.glob(f"{stem}-*.so")) if path.is_file()]
+    for path in files:
         _require_own(path)
         if _sha256(path) == path.stem.rpartition("-")[2]:
             return path
-    if found:
+    if files:
         log.warning("the compiled kernels in %s are broken: they are compiled again", folder)
     return None
 
@@ -234,15 +234,15 @@ def _sha256(path: Path) -> str:
 
 def _compiler() -> list[str]:
     """Return the C++ compiler, and whatever stands before or after it in CXX ("ccache g++")."""
-    asked = os.environ.get("CXX", "")
+    variable = os.environ.get("CXX", "")
     try:
-        words = shlex.split(asked) or ["c++"]
+        words = shlex.split(variable) or ["c++"]
     except ValueError as error:
-        raise RuntimeError(f"CXX={asked!r} is no command ({error}); correct it, or unset it") from error
-    found = shutil.which(words[0])
-    if found is None:
+        raise RuntimeError(f"CXX={variable!r} is no command ({error}); correct it, or unset it") from error
+    program = shutil.which(words[0])
+    if program is None:
         raise RuntimeError(f"no C++ compiler {words[0]!r} was found; install g++, or name yours in CXX")
-    return [found, *words[1:]]
+    return [program, *words[1:]]
 
 
 def _make_folder(folder: Path) -> None:
@@ -274,11 +274,11 @@ def _output(command: list[str], seconds: float) -> tuple[int, str]:
         command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
     ) as process:
         try:
-            said, errors = process.communicate(timeout=seconds)
+            output, errors = process.communicate(timeout=seconds)
         except BaseException:  # an interrupt, too
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    return process.returncode, errors + said
+    return process.returncode, errors + output
 
 
 def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, source: Path) -> Path:
@@ -287,14 +287,14 @@ def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, sou
     No OpenMP runtime is linked: the kernels have threads of their own.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        obj, made = Path(scratch) / f"{source.stem}.o", Path(scratch) / f"{source.stem}.so"
-        link = [*compiler, "-shared", str(obj), "-o", str(made)]
+        obj, library_file = Path(scratch) / f"{source.stem}.o", Path(scratch) / f"{source.stem}.so"
+        link = [*compiler, "-shared", str(obj), "-o", str(library_file)]
         for command in ([*compiler, *flags, "-c", str(source), "-o", str(obj)], link):
-            status, said = _output(command, COMPILE_SECONDS)
+            status, messages = _output(command, COMPILE_SECONDS)
             if status:
-                first = " | ".join(said.strip().splitlines()[:3]) or f"exit status {status}"
+                first = " | ".join(messages.strip().splitlines()[:3]) or f"exit status {status}"
                 raise RuntimeError(f"{shlex.join(compiler)} failed: {first}")
-        path = folder / f"{stem}-{_sha256(made)}.so"
-        made.chmod(0o700)  # whatever the umask
-        made.replace(path)
+        path = folder / f"{stem}-{_sha256(library_file)}.so"
+        library_file.chmod(0o700)  # whatever the umask
+        library_file.replace(path)
         return path

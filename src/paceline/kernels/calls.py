@@ -36,7 +36,7 @@ class TokenPass(NamedTuple):
     positions: Sequence[int]  # [rows]
     slots: slice | Sequence[int]  # [rows] where K and V of each row go
     spans: Sequence[RowSpan]  # where each sequence's rows lie, in order
-    wanted: Sequence[int]  # rows after which a token is chosen, ascending
+    choice_rows: Sequence[int]  # rows after which a token is chosen, ascending
     adapters: Sequence[AdapterRange] = ()  # ranges of rows with adapters
     rules: bytes | None = None  # `SequenceSampler.rules` of every span in a row; None: all take the likeliest
     logits: Tensor | None = None  # [wanted and riders, vocab] float32, to be filled; goes with ``rules``
@@ -51,7 +51,7 @@ class TokenPass(NamedTuple):
         Raises:
             ValueError: rules or logits of another size.
         """
-        numbers, rows, spans = [*self.tokens, *self.positions, *self.wanted], len(self.tokens), list[int]()
+        numbers, rows, spans = [*self.tokens, *self.positions, *self.choice_rows], len(self.tokens), list[int]()
         begin = len(_PASS) + len(_SPAN) * len(self.spans)  # of the numbers; places are counted in fields
         addresses = [*_OWN]  # places of the fields that point into the array
         slots, slot_base = 0, 0
@@ -72,14 +72,14 @@ class TokenPass(NamedTuple):
         drawing = self._drawing(vocab, held, riders)
         head = (  # in the order of _PASS
             *(rows, begin, begin + rows, slots, slot_base),
-            *(len(_PASS), len(self.spans), begin + 2 * rows, len(self.wanted)),
+            *(len(_PASS), len(self.spans), begin + 2 * rows, len(self.choice_rows)),
             *(*drawing, begin + len(numbers)),
         )
-        made = array("q", [*head, *spans, *numbers, *self.wanted])
-        here = made.buffer_info()[0]
+        words = array("q", [*head, *spans, *numbers, *self.choice_rows])
+        here = words.buffer_info()[0]
         for place in addresses:
-            made[place] = here + 8 * made[place]
-        return made
+            words[place] = here + 8 * words[place]
+        return words
 
     def _drawing(self, vocab: int, held: list[Any], riders: int) -> tuple[int, int, int]:
         """Addresses of the rules, the logits and the masks; 0 where all take the likeliest token, or any."""
@@ -90,10 +90,10 @@ class TokenPass(NamedTuple):
             raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
         if not logits.is_contiguous():
             raise ValueError("logits that do not lie in one piece")
-        shape = len(self.wanted) + riders, vocab
+        shape = len(self.choice_rows) + riders, vocab
         if self.masks is not None:
-            masks = hold(self.masks, (len(self.wanted), (vocab + 31) // 32), held, torch.int32)
-        return rules_at(rules, held) or 0, hold(logits, shape, held, torch.float32), masks
+            masks = pointer_to(self.masks, (len(self.choice_rows), (vocab + 31) // 32), held, torch.int32)
+        return rules_at(rules, held) or 0, pointer_to(logits, shape, held, torch.float32), masks
 
 
 # Names of the fields, in the order in which `TokenPass.packed` lists them, each of 8 bytes (see its test).
@@ -145,9 +145,9 @@ class Room:
         for name, part in zip(fields, self._parts, strict=True):
             setattr(struct, name, part.buffer_info()[0])
 
-    def read(self, made: int) -> Any:  # list[list[int] | list[float]]
+    def read(self, count: int) -> Any:  # list[list[int] | list[float]]
         """Of each field the first so many entries."""
-        return [part[:made].tolist() for part in self._parts]
+        return [part[:count].tolist() for part in self._parts]
 
 
 def numbers(values: Sequence[int], held: list[Any]) -> int:
@@ -166,10 +166,10 @@ def rules_at(rules: bytes | None, held: list[Any]) -> int | None:
 
 def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int | None]:
     """(first slot, None) of keys in a row, (-1, address of ``count`` slots) of others."""
-    return (keys.start, None) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
+    return (keys.start, None) if isinstance(keys, slice) else (-1, pointer_to(keys[:count], (count,), held))
 
 
-def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
+def pointer_to(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
     """Return the address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")

@@ -36,8 +36,8 @@ class AdapterConfig:
         ascending = all(isinstance(x, int) for x in self.layers) and list(self.layers) == sorted({*self.layers})
         self._require("layers", ascending and min(self.layers, default=0) >= 0, "must be ascending layer indices")
         once = bool(self.linears) and len({*self.linears}) == len(self.linears)
-        known = once and set(self.linears) <= {*LINEARS}
-        self._require("linears", known, f"must be some of {', '.join(LINEARS)}, each once")
+        valid = once and set(self.linears) <= {*LINEARS}
+        self._require("linears", valid, f"must be some of {', '.join(LINEARS)}, each once")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

@@ -77,8 +77,8 @@ class DecoderConfig:
 
         Without ``ends`` states go in and come out, and embedding, final norm and head are not there.
         """
-        kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
-        return kept if ends else replace(kept, vocab_size=1, tied=True)
+        part = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
+        return part if ends else replace(part, vocab_size=1, tied=True)
 
     @property
     def track(self) -> DecoderConfig:
@@ -123,11 +123,11 @@ def decoder_config(config: Json) -> DecoderConfig:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
-    made = _READ[kind](Fields(config))
+    read = _READ[kind](Fields(config))
     if not config.get("quantization_config"):
-        return made
+        return read
     quantised = read_group_quant(Fields(config).mapping("quantization_config"))
-    return replace(made, quantised=quantised, checkpoint_dtype="stored")
+    return replace(read, quantised=quantised, checkpoint_dtype="stored")
 
 
 _EXPERTS = "a mixture of experts: a pass over eight rows reads many times the experts that one row needs"
@@ -174,19 +174,19 @@ def _biased(f: Fields) -> dict[str, Any]:
 
 def _tracks(f: Fields) -> DecoderConfig:
     """Return a draft of tracks, as `paceline train tracks` writes one."""
-    made = _rotary_family(f, tied=True)
+    config = _rotary_family(f, tied=True)
     tracks, merge = f.integer("num_tracks"), f.text("merge") or ""
-    uneven = [name for name in _SHARED if getattr(made, name) % tracks]
+    uneven = [name for name in _SHARED if getattr(config, name) % tracks]
     if tracks < 2 or uneven:
         wrong = "there must be two or more, which divide hidden_size, intermediate_size and heads"
         raise bad("num_tracks", tracks, wrong)
-    if made.num_layers % SEGMENTS:
-        raise bad("num_hidden_layers", made.num_layers, f"it must be divided by {SEGMENTS} segments")
+    if config.num_layers % SEGMENTS:
+        raise bad("num_hidden_layers", config.num_layers, f"it must be divided by {SEGMENTS} segments")
     if merge not in get_args(Merge):
         raise bad("merge", merge, f"it must be one of: {', '.join(get_args(Merge))}")
-    if not made.tied:
+    if not config.tied:
         raise CapabilityError("tie_word_embeddings = false", "a draft of tracks has one table", "train it so")
-    return replace(made, tracks=tracks, merge=cast("Merge", merge))
+    return replace(config, tracks=tracks, merge=cast("Merge", merge))
 
 
 def _one_window(usual: int | None, f: Fields) -> DecoderConfig:
@@ -208,11 +208,11 @@ def _smollm3(f: Fields) -> DecoderConfig:
     if not isinstance(rotated, list) or len(rotated) < layers or any(r not in (0, 1) for r in rotated):
         raise bad("no_rope_layers", rotated, f"it must list 0 or 1 for each of {layers} layers")
     kinds = ["full_attention" if r else "sliding_attention" for r in rotated[:layers]]
-    own: dict[str, Any] = {"mlp_bias": f.flag("mlp_bias", False), "windows": _layered_windows(f, kinds)}
-    made = _rotary_family(f, theta=2_000_000.0, tied=True, **_biased(f), **own)
+    options: dict[str, Any] = {"mlp_bias": f.flag("mlp_bias", False), "windows": _layered_windows(f, kinds)}
+    config = _rotary_family(f, theta=2_000_000.0, tied=True, **_biased(f), **options)
     if all(rotated[:layers]):
-        return made
-    return replace(made, ropes=tuple(made.rope if r else None for r in rotated[:layers]))
+        return config
+    return replace(config, ropes=tuple(config.rope if r else None for r in rotated[:layers]))
 
 
 def _gemma3(f: Fields) -> DecoderConfig:

@@ -45,8 +45,8 @@ def load_hot(folder: Path | None, vocab: int) -> Tensor | None:
     """
     if folder is None or not is_file(folder / FILE):
         return None
-    found = read_json(folder / FILE, _REMEDY)
-    ids = found.get("tokens") if isinstance(found, dict) else None
+    content = read_json(folder / FILE, _REMEDY)
+    ids = content.get("tokens") if isinstance(content, dict) else None
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab for i in ids):
         raise ConfigError(str(folder / FILE), f"tokens is no list of ids from 0 to {vocab - 1}", _REMEDY)
     hot = torch.tensor(ids).unique()
@@ -97,11 +97,11 @@ def cut_head(
     """
     rows = hot_rows(head, tokens, model.d_model, dtype).to(dtype)
     bits = "int8" if quant is None or quant == "stored" else quant
-    made = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
+    linear = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
     named = F.pad(tokens, (0, -len(tokens) % 16))
-    model.head, model.vocab, model.of_output = made.struct, len(tokens), named.data_ptr()
-    model.held = made, named
-    return made
+    model.head, model.vocab, model.of_output = linear.struct, len(tokens), named.data_ptr()
+    model.held = linear, named
+    return linear
 
 
 def masked(logits: Tensor, hot: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from .adapters import AdapterRange, LowRank
 from .attention.base import Segment, slot_indices
 from .base import ForwardState, KVCache
 from .families import FAMILIES, DecoderConfig, linear_shapes
-from .joins import Joins
+from .joins import Collectives
 from .linear import Quant
 
 COLWISE, ROWWISE, BY_VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
@@ -63,12 +63,12 @@ class Share:
     by_outputs: bool = False
 
     def __post_init__(self) -> None:
-        c, asked = self.config, f"tensor_parallel={self.count}"
+        c, subject = self.config, f"tensor_parallel={self.count}"
         if c.family not in FAMILIES:
-            raise CapabilityError(asked, f"there is no plan for {c.family}", f"use one of: {', '.join(FAMILIES)}")
+            raise CapabilityError(subject, f"there is no plan for {c.family}", f"use one of: {', '.join(FAMILIES)}")
         if c.checkpoint_dtype == "stored":
             wrong = "its weights are stored in blocks, which are not cut at ranks"
-            raise CapabilityError(asked, wrong, "use the original checkpoint, with dtype='int8' or 'bfloat16'")
+            raise CapabilityError(subject, wrong, "use the original checkpoint, with dtype='int8' or 'bfloat16'")
         widths = {"heads": c.num_heads, "d_ff": c.d_ff} | ({"width": c.d_model} if self.by_outputs else {})
         for name, width in widths.items():
             unit = LANES if self.by_outputs and name != "heads" else 1
@@ -76,12 +76,12 @@ class Share:
                 wrong = f"{self.count} ranks do not divide {name}: {width}" + (
                     f" in pieces of {unit}" if unit > 1 else ""
                 )
-                raise ConfigError(asked, wrong, "give a number that divides it, such as 1 or 2")
+                raise ConfigError(subject, wrong, "give a number that divides it, such as 1 or 2")
         if max(c.num_kv_heads, self.count) % min(c.num_kv_heads, self.count):
             wrong = f"{self.count} ranks cannot share {c.num_kv_heads} heads of K and V evenly"
-            raise ConfigError(asked, wrong, "give a number that divides them, or a multiple of them")
+            raise ConfigError(subject, wrong, "give a number that divides them, or a multiple of them")
         if -(-c.vocab_size // self.count) * (self.count - 1) >= c.vocab_size:
-            raise ConfigError(asked, f"the vocabulary has {c.vocab_size} tokens", "give fewer ranks")
+            raise ConfigError(subject, f"the vocabulary has {c.vocab_size} tokens", "give fewer ranks")
 
     @property
     def plan(self) -> Mapping[str, str]:
@@ -95,7 +95,7 @@ class Share:
         return self.rank * size, min(self.config.vocab_size, (self.rank + 1) * size)
 
     @property
-    def own(self) -> DecoderConfig:
+    def local(self) -> DecoderConfig:
         """The network that its layers are."""
         c, first, last = self.config, *self.vocabulary
         return replace(
@@ -144,13 +144,13 @@ class Share:
             return [piece] if self.rank == 0 else []
         begin, rows = piece.at, piece.shape[0]
         spans = self.outputs(weight)
-        found = []
+        pieces = []
         for (first, last), at in zip(spans, accumulate((b - a for a, b in spans), initial=0), strict=False):
             low, high = max(first, begin), min(last, begin + rows)
             if low < high:
                 take = slice(low - begin, high - begin), *(() if bias else (self.inputs(weight),))
-                found.append(replace(piece, at=at + low - first, rows=high - low, take=take))
-        return found
+                pieces.append(replace(piece, at=at + low - first, rows=high - low, take=take))
+        return pieces
 
     def absent(self, name: str) -> bool:
         """Whether a parameter is another rank's alone, and zero here."""
@@ -159,11 +159,11 @@ class Share:
 
     def adapters(self, whole: LowRank) -> LowRank:
         """Its part of adapters: of what the parts of a weight read and give."""
-        made = LowRank(whole.config, linear_shapes(self.own), dtype=next(whole.parameters()).dtype)
-        for (_, linear, down, up), (_, _, all_down, all_up) in zip(made.pairs(), whole.pairs(), strict=True):
+        part = LowRank(whole.config, linear_shapes(self.local), dtype=next(whole.parameters()).dtype)
+        for (_, linear, down, up), (_, _, all_down, all_up) in zip(part.pairs(), whole.pairs(), strict=True):
             up.data.copy_(torch.cat([all_up.data[first:last] for first, last in self.outputs(linear)]))
             down.data.copy_(all_down.data[:, self.inputs(linear)])
-        return made
+        return part
 
 
 def by_outputs(exact: bool, quant: Quant | None) -> bool:
@@ -239,13 +239,13 @@ class Run:
         keys = iter(all_keys.split([p.num_keys for p in self.parts if p.first_key < 0]))
         places = iter(all_places.split([block for p, block in blocks if p.placed]))
         masks = iter(self.visible.split([(p.stop - p.start) * block for p, block in blocks if p.masked]))
-        found = []
+        segments = []
         for p, block in blocks:
-            own = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else next(keys)
+            keys_of_run = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else next(keys)
             mask = next(masks).view(-1, block) if p.masked else None
             placed = next(places) if p.placed else None
-            found.append(Segment(p.start, p.stop, own, p.num_keys, p.prefix, mask, placed))
-        return found
+            segments.append(Segment(p.start, p.stop, keys_of_run, p.num_keys, p.prefix, mask, placed))
+        return segments
 
 
 def run_of(
@@ -256,7 +256,7 @@ def run_of(
     state: ForwardState | None = None,
     layers: Span = (0, 0),
     read: int = NOTHING,
-    wanted: Tensor = _NONE,
+    choice_rows: Tensor = _NONE,
 ) -> Run:
     """Return a run; ``state`` says where its rows' K and V go and what they see."""
     segments: Sequence[Segment] = [] if state is None else state.attn.segments
@@ -264,7 +264,7 @@ def run_of(
     masks = [s.visible.reshape(-1) for s in segments if s.visible is not None]
     blocks = [s.positions for s in segments if s.positions is not None]
     slots = _NONE if state is None else slot_indices(state.slots, positions.device)
-    lists = [[_NONE if tokens is None else tokens], [positions], [slots], keys, blocks, [wanted]]
+    lists = [[_NONE if tokens is None else tokens], [positions], [slots], keys, blocks, [choice_rows]]
     return Run(
         *layers,
         read,
@@ -329,7 +329,7 @@ class Ranks:
     """
 
     share: Share
-    joins: Joins
+    joins: Collectives
     line: RankLine | None = None
     _inside: bool = False
     _adapters: WeakKeyDictionary[LowRank, LowRank] = field(default_factory=WeakKeyDictionary)
@@ -361,17 +361,17 @@ class Ranks:
 
     def _part(self, whole: LowRank, exact: bool | None) -> LowRank:
         if whole not in self._adapters:
-            made = self.share.adapters(whole)
-            self._adapters[whole] = made if exact is None else made.prepare(exact)
+            part = self.share.adapters(whole)
+            self._adapters[whole] = part if exact is None else part.prepare(exact)
         return self._adapters[whole]
 
     def embedded(self, tokens: Tensor, table: Tensor) -> Tensor:
         """[rows, d_model] of ``tokens`` [rows], of which this rank's ``table`` has some."""
         first, last = self.share.vocabulary
-        own = (tokens >= first) & (tokens < last)
+        here = (tokens >= first) & (tokens < last)
         rows = torch.nn.functional.embedding((tokens - first).clamp(0, last - first - 1), table)
         wide = rows if rows.dtype == torch.float64 else rows.float()
-        return self.joins.sum(wide.masked_fill_(~own[:, None], 0)).to(table.dtype)
+        return self.joins.sum(wide.masked_fill_(~here[:, None], 0)).to(table.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return what `out` and `down` read of ``x`` [rows, own width], which is their own inputs."""
@@ -381,15 +381,15 @@ class Ranks:
         """[rows, d_model] of what they gave here, float32 or wider."""
         return self.joins.gather(y) if self.share.by_outputs else self.joins.sum(y)
 
-    def logits(self, own: Tensor) -> Tensor:
+    def logits(self, part: Tensor) -> Tensor:
         """[rows, V] of all ranks' [rows, own tokens]."""
         widest = -(-self.share.config.vocab_size // self.share.count)
-        padded = torch.nn.functional.pad(own, (0, widest - own.shape[1]), value=-torch.inf)
+        padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]), value=-torch.inf)
         return self.joins.gather(padded)[:, : self.share.config.vocab_size]
 
-    def best(self, own: Tensor, ids: Tensor) -> Tensor:
-        """[rows] int64 the first of the best tokens, of the best of this rank's, ``ids`` [rows] among ``own``."""
-        score = own.gather(1, ids[:, None]).double()
+    def best(self, part: Tensor, ids: Tensor) -> Tensor:
+        """[rows] int64 the first of the best tokens, of the best of this rank's, ``ids`` [rows] among ``part``."""
+        score = part.gather(1, ids[:, None]).double()
         pairs = torch.cat((score, (ids[:, None] + self.share.vocabulary[0]).double()), 1)  # [rows, 2]
         each = self.joins.gather(pairs).view(len(ids), -1, 2)
         return each[torch.arange(len(ids)), each[..., 0].argmax(1), 1].long()

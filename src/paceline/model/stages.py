@@ -50,8 +50,8 @@ class StageRows:
     @property
     def slots(self) -> slice | Tensor:
         """Return where the rows' own K and V go."""
-        own = self.num_keys - len(self.nodes)
-        return slice(self.keys.start + own, self.keys.stop) if isinstance(self.keys, slice) else self.keys[own:]
+        context = self.num_keys - len(self.nodes)
+        return slice(self.keys.start + context, self.keys.stop) if isinstance(self.keys, slice) else self.keys[context:]
 
     def keep(self, rows: Sequence[int]) -> StageRows:
         """Return some of the rows, ascending, alone; the others are neither written nor seen from here on.
@@ -59,8 +59,8 @@ class StageRows:
         Rows of a tree: those of a text stay, or go, together.
         """
         assert self.visible is not None and self.block_positions is not None, "a text's rows go together"
-        own = self.num_keys - len(self.nodes)
-        columns = [*range(own - self.prefix), *(own - self.prefix + row for row in rows)]
+        context = self.num_keys - len(self.nodes)
+        columns = [*range(context - self.prefix), *(context - self.prefix + row for row in rows)]
         keys = slot_indices(self.keys, self.visible.device)
         return replace(
             self,
@@ -140,14 +140,14 @@ class Stage:
     def __post_init__(self) -> None:
         layers, depth = self.decoder.num_layers, self.stop - self.start
         if not 0 <= self.start < self.stop <= layers:
-            asked = f"a stage of layers {self.start} to {self.stop - 1}"
-            raise ConfigError(asked, f"the target has layers 0 to {layers - 1}", "give each stage a layer or more")
+            subject = f"a stage of layers {self.start} to {self.stop - 1}"
+            raise ConfigError(subject, f"the target has layers 0 to {layers - 1}", "give each stage a layer or more")
         if len(self.store.k) != depth:
-            asked = f"a stage of {depth} layers over a store of {len(self.store.k)}"
-            raise ConfigError(asked, "each layer has K and V of its own", "give it a store of as many layers")
+            subject = f"a stage of {depth} layers over a store of {len(self.store.k)}"
+            raise ConfigError(subject, "each layer has K and V of its own", "give it a store of as many layers")
         first, behind = self.start, self.decoder.cache_shape[0] - self.stop
         # By the layers' own numbers: those of other layers are never touched.
-        self._cache = LayerCache(*([*own[:1] * first, *own, *own[:1] * behind] for own in (self.store.k, self.store.v)))
+        self._cache = LayerCache(*([*kv[:1] * first, *kv, *kv[:1] * behind] for kv in (self.store.k, self.store.v)))
         ranks = self.decoder.ranks
         line = None if ranks is None else ranks.line
         self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
@@ -188,24 +188,24 @@ class Stage:
     def pruned(self, frame: Frame) -> Frame:
         """Without rows that are of no use, as far as the stage was told."""
         parts: list[StageRows] = []
-        kept: list[int] = []
+        rows_left: list[int] = []
         begin = 0
         for part in frame.parts:
             rows = self._alive(part)
-            kept += [begin + row for row in rows]
+            rows_left += [begin + row for row in rows]
             begin += len(part.nodes)
             if rows:
                 parts.append(part if len(rows) == len(part.nodes) else part.keep(rows))
-        if len(kept) == begin:
+        if len(rows_left) == begin:
             return frame
-        hidden = None if frame.hidden is None or not kept else frame.hidden[kept]
+        hidden = None if frame.hidden is None or not rows_left else frame.hidden[rows_left]
         return replace(frame, parts=parts, hidden=hidden)
 
     def _alive(self, part: StageRows) -> Sequence[int]:
         if part.request in self._closed:
             return ()
-        told = self._told.get(part.request)
-        return range(len(part.nodes)) if told is None else told.rows(part.version, part.nodes)
+        verdict = self._told.get(part.request)
+        return range(len(part.nodes)) if verdict is None else verdict.rows(part.version, part.nodes)
 
     def _state(self, frame: Frame) -> ForwardState:
         """Return the stage's own plan for a frame's rows, over its own K and V."""
@@ -250,14 +250,14 @@ def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float])
         raise ConfigError(f"{stages} stages", f"the target has {layers} layers", f"give 1 to {layers} stages")
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}  # by end: the slowest stage so far, and the bounds
     for stage in range(stages):
-        left = stages - stage - 1
+        stages_left = stages - stage - 1
         best = {
             end: min(
                 (max(slow, cost(stage, start, end)), [*cuts, end])
                 for start, (slow, cuts) in best.items()
                 if start < end
             )
-            for end in range(stage + 1, layers - left + 1)
+            for end in range(stage + 1, layers - stages_left + 1)
         }
     return best[layers][1]
 

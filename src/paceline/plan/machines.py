@@ -41,7 +41,7 @@ def machine(name: str) -> Machine:
     Raises:
         ConfigError: there is none; the message lists them.
     """
-    found = machines().get(name)
-    if found is None:
+    entry = machines().get(name)
+    if entry is None:
         raise ConfigError(f"machine {shown(name)}", "it is not known", suggest(name, machines(), "machine"))
-    return found
+    return entry

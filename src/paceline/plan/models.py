@@ -64,8 +64,8 @@ class ModelSizes:
             ConfigError: more layers than there are, or none.
         """
         if not 1 <= count <= self.num_layers:
-            asked = f"a draft of {count} layers of {self.name}"
-            raise ConfigError(asked, f"the model has {self.num_layers}", f"use 1 to {self.num_layers}")
+            subject = f"a draft of {count} layers of {self.name}"
+            raise ConfigError(subject, f"the model has {self.num_layers}", f"use 1 to {self.num_layers}")
         return replace(
             self,
             name=f"{self.name}, last {count} layers",
@@ -87,12 +87,12 @@ def names() -> list[str]:
 
 def named(name: str) -> ModelSizes | None:
     """Return the model of that name or alias, or None."""
-    for own, values in read_table(TABLE).items():
-        if name in (own, *values.get("aliases", ())):
+    for key, values in read_table(TABLE).items():
+        if name in (key, *values.get("aliases", ())):
             sizes = {field: value for field, value in values.items() if field not in ("aliases", "source")}
             hub, source = values.get("hub"), values.get("source")
-            said = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
-            return ModelSizes(**sizes, name=own, source=said)
+            origin = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
+            return ModelSizes(**sizes, name=key, source=origin)
     return None
 
 

@@ -1,6 +1,6 @@
 """Draft sessions in another process: the messages, who serves them, and who asks.
 
-    Open, Tell    as of `draft.sessions.DraftSessions`; they have no answer
+    Open, Update    as of `draft.sessions.DraftSessions`; they have no answer
     Grow          is answered by a `Grew` a level
 
 A growth of several levels goes on by itself, a level a pass. Messages come first: what one of them says of a sequence
@@ -22,7 +22,7 @@ from ..core.errors import PacelineError
 from ..core.grammar import Grammar, Matcher
 from ..core.sampling import SamplingParams
 from ..draft.local_sessions import LocalGrowing
-from ..draft.sessions import Ask, DraftSessions, Growing, Grown, Opening
+from ..draft.sessions import Ask, DraftSessions, NewNodes, Opening, Pending
 from .clock import Clock, RealClock
 from .handshake import Facts
 from .remote import Remote, receive, send
@@ -63,10 +63,10 @@ class Open:
             ConfigError: parameters that no request has.
         """
         params = SamplingParams.from_json(self.params)
-        own = None if params.grammar is None or matcher is None else matcher(params.grammar)
+        grammar_matcher = None if params.grammar is None or matcher is None else matcher(params.grammar)
         rules = params, self.seed, self.sample_index, self.max_len
         sources = None if self.sources is None else frozenset(self.sources)
-        return Opening(self.key, self.tokens, self.prompt_len, *rules, self.prediction, sources, own)
+        return Opening(self.key, self.tokens, self.prompt_len, *rules, self.prediction, sources, grammar_matcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,21 @@ class Grew:
     """One level."""
 
     ticket: int
-    level: dict[int, Grown]  # by sequence; those of which nothing is left are not in it
+    level: dict[int, NewNodes]  # by sequence; those of which nothing is left are not in it
     last: bool
     began: float  # seconds by the server's clock, which processes of one host share
     ended: float
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Update:
     """A call of a method of `DraftSessions` that has no answer."""
 
     method: Literal["reroot", "commit", "close", "forget"]
     args: tuple[()] | tuple[Count] | tuple[Count, Count | list[Count]]  # the sequence comes first
 
 
-KINDS = Open, Grow, Grew, Tell
+KINDS = Open, Grow, Grew, Update
 
 
 # -- who serves
@@ -153,7 +153,7 @@ class DraftService(Service):
             self._growths.popleft()
         return [Grew(growth.ticket, growth.levels[-1], growth.done, *growth.times[-1])]
 
-    def _level(self, asks: Sequence[Ask]) -> list[Grown]:
+    def _level(self, asks: Sequence[Ask]) -> list[NewNodes]:
         return self.sessions.grow(asks) if asks else []
 
 
@@ -168,7 +168,7 @@ class DraftsLost(PacelineError):
 
 
 class RemoteSessions:
-    """`DraftSessions` that a worker serves, and that go on by themselves (`GoingSessions`).
+    """`DraftSessions` that a worker serves, and that go on by themselves (`AsyncSessions`).
 
     Nothing waits but `grow` and `wait`: all else is a message that is sent, or what came meanwhile.
 
@@ -196,21 +196,21 @@ class RemoteSessions:
 
     def reroot(self, key: int, node: int) -> None:
         """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Tell("reroot", (key, node)))
+        self._send(Update("reroot", (key, node)))
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
         """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Tell("commit", (key, [*tokens])))
+        self._send(Update("commit", (key, [*tokens])))
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
-        self._send(Tell("close", (key,)))
+        self._send(Update("close", (key,)))
 
     def forget(self) -> None:
         """See `DraftSessions`."""
-        self._send(Tell("forget", ()))
+        self._send(Update("forget", ()))
 
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
         """See `DraftSessions`; waits for one level."""
         growing = self.begin(asks)
         self.wait(growing)
@@ -226,7 +226,7 @@ class RemoteSessions:
             asks: the first level, each of another sequence and with a node or more.
             levels: of each ask, for every given and every expanded node, tokens wanted below it; None: one each.
         """
-        each = levels or [[1] * (len(ask.given) + len(ask.expand)) for ask in asks]
+        each = levels or [[1] * (len(ask.added) + len(ask.expand)) for ask in asks]
         growing = LocalGrowing.of(asks, each, next(self._tickets))
         self._send(Grow(growing.ticket, [*growing.asks.values()]))
         self._growing[growing.ticket] = growing
@@ -239,7 +239,7 @@ class RemoteSessions:
         while self._growing and self._take(0):
             pass
 
-    def wait(self, growing: Growing) -> None:
+    def wait(self, growing: Pending) -> None:
         """Wait until a growth is done, a level at a time; look after the worker meanwhile, which may hang."""
         waited = 0.0
         while not growing.done:

@@ -342,8 +342,8 @@ class Remote:
         if isinstance(hello, Fault):
             self.failed(f"failed at its start: {hello.why}")
         elif isinstance(hello, Refused):
-            asked = f"{hello.asked}, for {self.spec.name} on {hello.host}" if hello.host else hello.asked
-            self._refuse(ConfigError(asked, hello.wrong, hello.remedy))
+            subject = f"{hello.subject}, for {self.spec.name} on {hello.host}" if hello.host else hello.subject
+            self._refuse(ConfigError(subject, hello.wrong, hello.remedy))
         elif isinstance(hello, Hello):
             try:
                 name = f"{self.spec.name} on {hello.host}" if hello.host else self.spec.name

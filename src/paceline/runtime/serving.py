@@ -99,7 +99,7 @@ def answer(begin: Begin, host: str = "") -> int:
         try:
             service = built(begin)
         except ConfigError as error:
-            line.send(Refused(error.asked, error.wrong, error.remedy, host))
+            line.send(Refused(error.subject, error.wrong, error.remedy, host))
             return 2
         except Exception as error:
             traceback.print_exc()

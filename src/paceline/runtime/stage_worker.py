@@ -117,14 +117,14 @@ def _timed(
     pool = KVPool(*decoder.cache_shape, TIMED_KEYS + max(rows), decoder.dtype, decoder.device)
     stage = Stage(decoder, 0, 1, pool.tensors)
     hidden = torch.zeros(max(rows), decoder.config.d_model, dtype=decoder.dtype, device=decoder.device)
-    found = {}
+    times = {}
     torch.set_num_threads(threads or before)
     try:
         for count in rows:
             keys, places = TIMED_KEYS + count, range(TIMED_KEYS, TIMED_KEYS + count)
             text = StageRows(0, 0, [0] * count, [TEXT] * count, places, slice(0, keys), keys, TIMED_KEYS)
-            found[count] = _median_s(partial(stage.run, Frame(0, [text], hidden[:count])))
-        return found, _median_s(lambda: decoder.read(hidden[:1]))
+            times[count] = _median_s(partial(stage.run, Frame(0, [text], hidden[:count])))
+        return times, _median_s(lambda: decoder.read(hidden[:1]))
     finally:
         torch.set_num_threads(before)
 
@@ -155,13 +155,13 @@ def place(split: Split, device: str, hosts: ClusterHosts | None = None) -> list[
         log.warning("%d stages share %d GPUs: those on the same one wait for each other", count, len(set(devices)))
     if not split.cores:
         threads = split.threads or max(1, len(cores()) // count)
-        return [Placement(threads=threads, device=own) for own in devices]
-    each, left = divmod(len(split.cores), count)
-    if left or not each:
+        return [Placement(threads=threads, device=part) for part in devices]
+    each, remainder = divmod(len(split.cores), count)
+    if remainder or not each:
         wrong = f"{len(split.cores)} cores cannot be shared evenly by {count} stages"
         raise ConfigError(f"pipeline cores={written(split.cores)}", wrong, "name as many for every stage, in order")
     shares = [split.cores[i * each : (i + 1) * each] for i in range(count)]
-    return [Placement(cores=own, threads=split.threads, device=at) for own, at in zip(shares, devices, strict=True)]
+    return [Placement(cores=part, threads=split.threads, device=at) for part, at in zip(shares, devices, strict=True)]
 
 
 def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Placement, source: Source) -> WorkerSpec:
@@ -201,15 +201,15 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     source = config.resolve()
     layers, where = source.shape.num_layers, parse_device(device)
     if not 0 <= start < stop <= layers:
-        asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
-        raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
+        subject = f"a stage of layers {start} to {stop - 1} of {config.model}"
+        raise ConfigError(subject, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
     part = TargetPart((start, stop), ends=False)
     if config.tensor_parallel > 1:  # they share the threads that this process was given
-        own = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
-        decoder = load_ranks(own, source, part, start_ranks(own, source, part))
+        stage_config = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
+        decoder = load_ranks(stage_config, source, part, start_ranks(stage_config, source, part))
     else:
         decoder = load_part(config, source, part)
-    shape, kind = kv_layout(config, decoder.own, source.dtype)
+    shape, kind = kv_layout(config, decoder.local, source.dtype)
     store = KVStore(*shape, slots, kind, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source, bool(config.exact)))
 

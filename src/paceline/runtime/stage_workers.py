@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 import zmq
 
-from ..core.errors import PassesLost
+from ..core.errors import WorkerRestarted
 from ..model.stages import Frame, Stage
 from . import hanging
 from .clock import Late
@@ -109,7 +109,7 @@ class StageWorkers(Workers):
         """See `StageLine`.
 
         Raises:
-            PassesLost: a stage was lost; what is in flight does not count any more, nor what the stages' K/V holds.
+            WorkerRestarted: a stage was lost; frames in flight and the stages' K/V are void.
             WorkerFailed: a second one in a row.
             ConfigError: one that came back is not what it was.
         """
@@ -131,9 +131,9 @@ class StageWorkers(Workers):
 
     def rest(self) -> bool:
         """See `StageLine`."""
-        left = self._in_flight.rest_s()
-        time.sleep(left)
-        return left > 0
+        rest_s = self._in_flight.rest_s()
+        time.sleep(rest_s)
+        return rest_s > 0
 
     def _embedded(self, frame: Frame) -> Frame:
         if not frame.rows:
@@ -170,7 +170,7 @@ class StageWorkers(Workers):
         if self._late > 1:
             self._late = 0
             raise WorkerFailed(f"{why}, twice in a row, and each stage is well")
-        raise PassesLost(why)
+        raise WorkerRestarted(why)
 
     def look(self) -> None:
         """See `Workers`; a stage that lost its K/V has its passes lost, too."""
@@ -184,12 +184,12 @@ class StageWorkers(Workers):
             self._waits.discard(index)
         elif isinstance(message, Dropped) and message.epoch == self.last.epoch:
             self.faults.append(f"worker {self.workers[index].spec.name}: {message.why}")
-            raise PassesLost(self.faults[-1])
+            raise WorkerRestarted(self.faults[-1])
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """See `StageLine`."""
         self.last.tell(request, version, alive)
-        self._send_all(Verdicts(told=[(request, version, sorted(alive))]))
+        self._send_all(Verdicts(survivors=[(request, version, sorted(alive))]))
 
     def close(self, request: int) -> None:
         """See `StageLine`."""

@@ -66,8 +66,8 @@ class RecipeKind:
     @property
     def Options(self) -> type[Any]:  # noqa: N802  (a class)
         """Return what can be set: frozen, keyword-only, its fields have help texts."""
-        made: type[Any] = resolve_name(self.options)
-        return made
+        options: type[Any] = resolve_name(self.options)
+        return options
 
     def build(self, options: Any, context: BuildContext) -> Recipe:
         """Return the recipe, ready to train.
@@ -75,8 +75,8 @@ class RecipeKind:
         Raises:
             ConfigError: options that do not fit the target, or something missing.
         """
-        made: Recipe = resolve_name(f"{self.options.partition(':')[0]}:build")(options, context)
-        return made
+        recipe: Recipe = resolve_name(f"{self.options.partition(':')[0]}:build")(options, context)
+        return recipe
 
 
 KINDS = {

@@ -72,8 +72,8 @@ class TrainConfig:
         if self.schedule == "constant":
             return self.learning_rate
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
+        rest = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * rest)
 
 
 class Recipe(Protocol):
@@ -138,10 +138,10 @@ class Trainer:
             raise ConfigError(f"phases that end at {ends}", "they must rise to 1.0", remedy)
         for phase in self.phases:
             if phase.rows < 1 or phase.length < 2:
-                asked, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
-                raise ConfigError(asked, wrong, "give 1 row or more, each of 2 tokens or more")
-        own = {**asdict(config), "precision": self.precision, "phases": [asdict(phase) for phase in self.phases]}
-        self.facts = {"recipe": recipe.name, **own, **(facts or {})}
+                subject, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
+                raise ConfigError(subject, wrong, "give 1 row or more, each of 2 tokens or more")
+        settings = {**asdict(config), "precision": self.precision, "phases": [asdict(phase) for phase in self.phases]}
+        self.facts = {"recipe": recipe.name, **settings, **(facts or {})}
         self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
         if not self.trained:
             raise ConfigError(f"recipe {recipe.name!r}", "nothing in it is trainable", "check its settings")
@@ -189,8 +189,8 @@ class Trainer:
             loss, figures = self.recipe.loss(batch.to(self.device), generator)
         loss.backward()
         if not math.isfinite(value := float(loss.detach())):
-            asked, wrong = f"training at step {self.step}", f"the loss is {value}"
-            raise ConfigError(asked, wrong, "lower the learning rate")
+            subject, wrong = f"training at step {self.step}", f"the loss is {value}"
+            raise ConfigError(subject, wrong, "lower the learning rate")
         norm = nn.utils.clip_grad_norm_(self.trained.values(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -285,8 +285,8 @@ class Trainer:
         except Exception as error:  # torch raises many kinds for a broken file
             raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
         left_out = {"evaluate_every", "precision"}  # these change no weight
-        found, own = ({k: v for k, v in f.items() if k not in left_out} for f in (facts, self.facts))
-        require_same(f"checkpoint {path}", found, own, "name another --out, or repeat the settings of the first run")
+        old, new = ({k: v for k, v in f.items() if k not in left_out} for f in (facts, self.facts))
+        require_same(f"checkpoint {path}", old, new, "name another --out, or repeat the settings of the first run")
         for name, parameter in self.trained.items():
             parameter.data.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])

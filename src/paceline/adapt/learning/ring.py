@@ -60,18 +60,18 @@ class SlotFile:
             wrong = f"{path.name} cannot be made or read ({error})"
             raise ConfigError(f"learn={path.parent}", wrong, _REMEDY) from error
 
-    def _open(self, size: int, own: bytes) -> None:
-        asked = f"learn={self.path.parent}"
+    def _open(self, size: int, header: bytes) -> None:
+        subject = f"learn={self.path.parent}"
         handle = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            found = os.fstat(handle)
-            if found.st_mode & 0o077:
-                raise ConfigError(asked, f"others may read {self.path.name}", f"chmod 600 {self.path}")
-            if not found.st_size:
+            status = os.fstat(handle)
+            if status.st_mode & 0o077:
+                raise ConfigError(subject, f"others may read {self.path.name}", f"chmod 600 {self.path}")
+            if not status.st_size:
                 _allocate(handle, size)
-                os.pwrite(handle, own, 0)
-            elif found.st_size != size or os.pread(handle, HEADER.size, 0) != own:
-                raise ConfigError(asked, f"{self.path.name} is not a ring of this version", _REMEDY)
+                os.pwrite(handle, header, 0)
+            elif status.st_size != size or os.pread(handle, HEADER.size, 0) != header:
+                raise ConfigError(subject, f"{self.path.name} is not a ring of this version", _REMEDY)
             self._map = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
         except BaseException:
             os.close(handle)
@@ -119,12 +119,12 @@ class Ring(SlotFile):
 
     def read(self, after: int = 0) -> list[ServedRequest]:
         """Return the requests that are whole, oldest first, with numbers above ``after``."""
-        found = []
+        requests = []
         for number, values in filter(None, map(self.get, range(self.slots))):
             if number > after:
                 (prompt,), ids = COUNT.unpack_from(values), np.frombuffer(values, "<u4", offset=COUNT.size).tolist()
-                found.append(ServedRequest(number, ids[:prompt], ids[prompt:]))
-        return sorted(found, key=lambda one: one.number)
+                requests.append(ServedRequest(number, ids[:prompt], ids[prompt:]))
+        return sorted(requests, key=lambda one: one.number)
 
 
 class StateRing(SlotFile):
@@ -145,11 +145,11 @@ class StateRing(SlotFile):
 
     def of(self, number: int) -> tuple[int, np.ndarray] | None:
         """Return what `add` stored; None where it was overwritten."""
-        found = self.get(number % self.slots)
-        if found is None or found[0] != number:
+        slot = self.get(number % self.slots)
+        if slot is None or slot[0] != number:
             return None
-        states = np.frombuffer(found[1], "<u2", offset=COUNT.size).reshape(-1, self.width)
-        return int(COUNT.unpack_from(found[1])[0]), states
+        states = np.frombuffer(slot[1], "<u2", offset=COUNT.size).reshape(-1, self.width)
+        return int(COUNT.unpack_from(slot[1])[0]), states
 
 
 def _allocate(handle: int, size: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...core.errors import CapabilityError
-from ...engine.base import Place
+from ...engine.base import WorkerPlace
 from ...engine.rounds import parse_round
 from ...kernels.layers import unsupported
 from ...model.attention import make_backend
@@ -92,16 +92,16 @@ def _decoder(
     config: LLMConfig, source: Source, exact: bool, device: str, part: TargetPart, ranks: Ranks | None = None
 ) -> Decoder:
     """Return a part of a checkpoint, or one rank's share of it."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "attention": make_backend(source.dtype, exact),
         "device": device,
         "native": compiled_layers(config, source.shape, source.dtype),
         "ranks": ranks,
     }
     if source.shape.tracks > 1:
-        return resolve_name(f"{_TRACKS}:load_tracks")(source, **given)
-    given |= {"layers": part.layers, "ends": part.ends}
-    return load_model(source, exact=exact, **given)
+        return resolve_name(f"{_TRACKS}:load_tracks")(source, **options)
+    options |= {"layers": part.layers, "ends": part.ends}
+    return load_model(source, exact=exact, **options)
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
@@ -115,7 +115,7 @@ def stage_devices(config: LLMConfig) -> list[str]:
     return share_devices(config.device, split.stages, torch.cuda.device_count())
 
 
-def draft_device(config: LLMConfig, place: Place) -> str:
+def draft_device(config: LLMConfig, place: WorkerPlace) -> str:
     """Return the device of a drafter in a process of its own: the named one, or the next one after the stages'."""
     devices = len(stage_devices(config)) + 1
     return place.device or share_devices(config.device, devices, torch.cuda.device_count())[-1]

@@ -73,8 +73,8 @@ class GrammarMatcher:
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
         """Return tokens of the text that follows whatever is chosen, split as the tokenizer would."""
-        found = None if most <= 0 else self._of_draft(output, lambda parser: parser.compute_ff_tokens())
-        return (found or [])[:most]
+        tokens = None if most <= 0 else self._of_draft(output, lambda parser: parser.compute_ff_tokens())
+        return (tokens or [])[:most]
 
     def _of_draft(self, output: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
         """Ask after the whole output; None also where the parser fails, since drafts must not raise errors."""

@@ -44,6 +44,6 @@ def build(options: LyannaOptions, context: BuildContext) -> HeadRecipe:
         fingerprint=fingerprint(folder),
         tokenizer=tokenizer_mark(context.tokenizer),
     )
-    made = LyannaModel.fresh(shape, torch.Generator().manual_seed(context.seed), context.device)
-    begin(made, options, context)
-    return HeadRecipe("lyanna", made, options, context, partial(unroll, made))
+    model = LyannaModel.fresh(shape, torch.Generator().manual_seed(context.seed), context.device)
+    begin(model, options, context)
+    return HeadRecipe("lyanna", model, options, context, partial(unroll, model))

@@ -13,7 +13,7 @@ from ...core.sequence import Sequence
 from ...draft.base import Levels
 
 
-def speak(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
+def propose(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
     """M_t, what the exit says of one sequence; None: its own sampling rules fail, and verification will end it.
 
     Tokens of position j are the corrections that may come after j accepted tokens; of the last one, the bonus token.
@@ -42,9 +42,9 @@ def speak(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int,
     best = log_p.topk(min(kappa + 1, log_p.shape[-1]), dim=-1)
     tokens_of, log_p_of = list[list[int]](), list[list[float]]()
     for place, (values, tokens) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-        own = window[place] if place < len(window) else -1
+        drafted = window[place] if place < len(window) else -1
         rows = zip(tokens, values, strict=True)
-        kept = [(token, value) for token, value in rows if token != own and value > float("-inf")][:kappa]
-        tokens_of.append([token for token, _ in kept])
-        log_p_of.append([value for _, value in kept])
+        candidates = [(token, value) for token, value in rows if token != drafted and value > float("-inf")][:kappa]
+        tokens_of.append([token for token, _ in candidates])
+        log_p_of.append([value for _, value in candidates])
     return tokens_of, log_p_of

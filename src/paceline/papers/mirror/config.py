@@ -10,7 +10,7 @@ from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...draft.base import DrafterSpec
 from ...engine.ahead import AheadConfig
-from ...engine.base import UNKNOWN, Origin, RoundParts
+from ...engine.base import UNKNOWN, ModelOrigin, RoundParts
 from ...model.decoder import Decoder
 from ...weights.files import fingerprint
 from .exits import ExitHead, exit_layer, exit_of
@@ -71,7 +71,7 @@ class MirrorConfig(AheadConfig):
         """Candidates of a position by batch size, from each size on."""
         return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
 
-    def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
+    def exit_head(self, target: Decoder, origin: ModelOrigin = UNKNOWN) -> ExitHead:
         """Return the exit of a target, and check all other options against it.
 
         Raises:

@@ -40,7 +40,7 @@ class Node:
     source: int = NONE  # its number in the source's tree
     row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
     tick: int = NONE  # in which it entered
-    asked: bool = False  # whether children were asked for
+    requested: bool = False  # whether children were asked for
     mark: int = 0  # of the drafter that proposed it
 
 
@@ -73,7 +73,7 @@ class Offer:
     mark: int = 0  # of the drafter that proposes it
 
 
-class Flight:
+class InFlightTree:
     """One request's tree.
 
     Args:
@@ -114,15 +114,15 @@ class Flight:
         """
         numbers = []
         for offer in offers:
-            found = self._children.get((offer.parent, offer.token))
-            if found is None:
+            number = self._children.get((offer.parent, offer.token))
+            if number is None:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
                 node = Node(offer.parent, offer.token, above.place + 1, score, offer.source, mark=offer.mark)
-                found = self._add(node)
-            elif self.nodes[found].source == NONE != offer.source:  # a source that has lost it finds it again
-                self.nodes[found].source, self.nodes[found].asked = offer.source, False
-            numbers.append(found)
+                number = self._add(node)
+            elif self.nodes[number].source == NONE != offer.source:  # a source that has lost it finds it again
+                self.nodes[number].source, self.nodes[number].requested = offer.source, False
+            numbers.append(number)
         return numbers
 
     def best(self, offers: Sequence[Offer], width: int) -> list[Offer]:
@@ -146,13 +146,13 @@ class Flight:
             The nodes that are new.
         """
         chosen = self.best(offers, width)
-        taken = {*map(id, chosen)}
+        used = {*map(id, chosen)}
         older = [o for o in self.spare if o.parent in self.nodes and (o.parent, o.token) not in self._children]
         late = self.best(older, width - len(chosen))
-        taken.update(map(id, late))
-        self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in taken]
-        known = {*self.nodes}
-        return [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in known]
+        used.update(map(id, late))
+        self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in used]
+        before = {*self.nodes}
+        return [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in before]
 
     def _path_score(self, offer: Offer) -> float:
         return self.nodes[offer.parent].score + offer.log_q
@@ -165,7 +165,7 @@ class Flight:
         Args:
             farthest: place of the last token that is of use.
         """
-        open_ = [number for number, node in self.nodes.items() if not node.asked and node.place < farthest]
+        open_ = [number for number, node in self.nodes.items() if not node.requested and node.place < farthest]
         if not open_:
             return []
         deepest = max(self.nodes[number].place for number in open_)
@@ -174,18 +174,18 @@ class Flight:
     def ask(self, tips: Iterable[int]) -> None:
         """Note that children of these nodes were asked for."""
         for number in tips:
-            self.nodes[number].asked = True
+            self.nodes[number].requested = True
 
     def ask_again(self, tips: Iterable[int]) -> None:
         """Children of these nodes, as far as they are there, were called off."""
         for number in tips:
             if number in self.nodes:
-                self.nodes[number].asked = False
+                self.nodes[number].requested = False
 
-    def orphan(self) -> None:
+    def detach_source(self) -> None:
         """Forget the source's numbers, whose tree is lost; drafting begins below the root again."""
         for number, node in self.nodes.items():
-            node.source, node.asked = NONE, number != self.root
+            node.source, node.requested = NONE, number != self.root
         self.spare = []
 
     # -- entering
@@ -212,11 +212,11 @@ class Flight:
 
     def path(self, number: int) -> list[int]:
         """Nodes from the root to this one, both included."""
-        found = []
+        numbers = []
         while number != NONE:
-            found.append(number)
+            numbers.append(number)
             number = self.nodes[number].parent
-        return found[::-1]
+        return numbers[::-1]
 
     def visible(self, level: Sequence[int]) -> Tensor:
         """[rows of the level, rows that have entered] bool: ancestors, and itself."""
@@ -241,8 +241,8 @@ class Flight:
         drafts = {}
         for number in reversed(self.nodes):  # children before their parents
             node = self.nodes[number]
-            own = node.place, -math.inf if node.row == NONE else float(-node.tick)
-            below = reach[number] = max(own, reach.get(number, own))
+            rank = node.place, -math.inf if node.row == NONE else float(-node.tick)
+            below = reach[number] = max(rank, reach.get(number, rank))
             reach[node.parent] = max(below, reach.get(node.parent, below))
             if node.parent == self.root and node.row != NONE:
                 drafts[node.token] = Draft(node.score, below)
@@ -307,8 +307,8 @@ class Flight:
 
     def _below(self, root: int) -> list[int]:
         """Return a node and all below it; parents have lower numbers than their children."""
-        found = {root: None}
+        below = {root: None}
         for number, node in self.nodes.items():
-            if node.parent in found:
-                found[number] = None
-        return [*found]
+            if node.parent in below:
+                below[number] = None
+        return [*below]

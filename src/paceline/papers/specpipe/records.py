@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...core.sequence import Sequence
 from ...kv.pool import SequenceCache
-from .flight import Cut, Flight
+from .flight import Cut, InFlightTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Tick:
     late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
 
     @property
-    def said(self) -> int:
+    def count(self) -> int:
         """Tokens of all requests."""
         return sum(count for _, count in self.emitted)
 
@@ -35,7 +35,7 @@ class Running:
     request: int
     sequence: Sequence
     cache: SequenceCache
-    flight: Flight | None = None  # None: the end of the prompt has not entered
+    flight: InFlightTree | None = None  # None: the end of the prompt has not entered
     farthest: int = 0  # place of the last token that is of use
     # By source mark: nodes that entered since the last verdict, roots not counted.
     counted: Counter[int] = field(default_factory=Counter)

@@ -65,6 +65,6 @@ def read_shape(folder: Path) -> SpireShape:
 
 def read_memory(shape: SpireShape, folder: Path) -> Tensor:
     """Return the weights of its memory, float32; errors as of `TrainedFiles.copy`."""
-    made = shape.fresh_memory()
-    FILES.copy({MEMORY: made}, FILES.tensors(folder), folder / WEIGHTS_FILE)
-    return made
+    memory = shape.fresh_memory()
+    FILES.copy({MEMORY: memory}, FILES.tensors(folder), folder / WEIGHTS_FILE)
+    return memory

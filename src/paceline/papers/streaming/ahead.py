@@ -76,14 +76,14 @@ class Tally:
 
     def figures(self) -> dict[str, float]:
         """Names hold ``{}`` where the domain goes."""
-        made = {}
+        figures = {}
         if self.main_weight:
-            made["loss/{}/main"] = self.main_loss / self.main_weight
+            figures["loss/{}/main"] = self.main_loss / self.main_weight
         if self.carriers:
-            made["accepted/{}"] = self.runs[0] / self.carriers
-            made[f"accepted_top{TOP}/{{}}"] = self.runs[1] / self.carriers
+            figures["accepted/{}"] = self.runs[0] / self.carriers
+            figures[f"accepted_top{TOP}/{{}}"] = self.runs[1] / self.carriers
         for j in range(self.gamma):
             if self.found[j]:
-                made[f"agreement/{{}}/{j + 1}"] = float(self.hits[0, j] / self.found[j])
-                made[f"loss/{{}}/stream_{j + 1}"] = float(self.losses[j] / self.found[j])
-        return made
+                figures[f"agreement/{{}}/{j + 1}"] = float(self.hits[0, j] / self.found[j])
+                figures[f"loss/{{}}/stream_{j + 1}"] = float(self.losses[j] / self.found[j])
+        return figures

@@ -87,9 +87,9 @@ class MainPass:
 def main_pass(network: Network, batch: TokenBatch, insertion: int) -> MainPass:
     """Run the main rows of the frozen base model; ``insertion`` is N - Ns."""
     hidden, _ = network.run(network.embed(batch.tokens), 0, insertion, batch)
-    kept: list[Projected] = []
-    final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
-    keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in kept)
+    projected: list[Projected] = []
+    final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=projected)
+    keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in projected)
     states = tuple(x.flatten(0, 1) for x in (*inputs, final))
     return MainPass(states, network.final(final).flatten(0, 1), keys)
 
@@ -155,11 +155,11 @@ def shared_pass(
         q, k, v = network.qkv(index, hidden, rotation, delta)
         attended = attend(q, k, v, masks[index]).flatten(0, 1)  # [B * T, H * D]
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        for run, own in zip(passes, held, strict=True):
-            inputs = (index, own[-1], flat[1], flat[2], flat[0][run.carriers.index])
+        for run, states_held in zip(passes, held, strict=True):
+            inputs = (index, states_held[-1], flat[1], flat[2], flat[0][run.carriers.index])
             again = segment is not None
             state, seen = checkpoint(run.layer, *inputs, use_reentrant=False) if again else run.layer(*inputs)
-            own.append(state)
+            states_held.append(state)
             attended = attended.index_copy(0, run.carriers.index, seen.to(attended.dtype))
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))
