@@ -152,7 +152,7 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     begin, shapes = round_.sessions.begin, list[Shape]()
 
     def noted(asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Any:
-        shapes.extend(shape_of(own, wanted) for own, wanted in zip(asks, levels, strict=True) if own.given)
+        shapes.extend(shape_of(own, wanted) for own, wanted in zip(asks, levels, strict=True) if own.added)
         return begin(asks, levels)
 
     round_.sessions.begin = noted
@@ -164,7 +164,7 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
 def shape_of(own: Ask, levels: Sequence[int]) -> Shape:
     """Of one sequence's candidates, whose places are numbered as they come."""
     places: dict[int, int] = {}
-    return [(places.setdefault(node, len(places)), most) for (node, _), most in zip(own.given, levels, strict=True)]
+    return [(places.setdefault(node, len(places)), most) for (node, _), most in zip(own.added, levels, strict=True)]
 
 
 # -- what is measured
