@@ -1,7 +1,7 @@
 """A drafter trained within a time: at one rate as long as it pays, then while the rate falls to nearly nothing.
 
 How long a run can be is not known before it ends, and a rate that falls with the steps would have to know. So the first
-part has a constant rate and ends where its time is over, or where what is left of it would bring next to nothing; the
+part has a constant rate and ends where its time is over, or where the rest of it would bring next to nothing; the
 second part continues from its result, over as many steps as there is time for (a warm-up, a plateau and a fall, as in
 Hu et al. 2024, MiniCPM). Both are ordinary runs of `train.job`.
 """

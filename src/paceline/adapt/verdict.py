@@ -28,7 +28,7 @@ LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be be
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Figures, and what is left; ready for JSON."""
+    """Figures, and the chosen drafter; ready for JSON."""
 
     chosen: str  # `LOOK_UPS`, `NEW`, `BOTH`, `PRESENT` or `PLAIN`
     words: str
@@ -90,7 +90,7 @@ def decide(report: Report) -> Verdict:
 
 
 def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
-    """Return the name of what is left for use."""
+    """Return the name of the drafter that is left for use."""
     if not judged(speedups, kinds):
         return LOOK_UPS
     sure = {

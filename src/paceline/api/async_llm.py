@@ -40,7 +40,7 @@ class AsyncLLM:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, Callable[[LiveRequest | Exception], None]] = {}
         self._closed = False
-        self._gate = threading.Lock()  # nothing is ordered behind the order to stop
+        self._gate = threading.Lock()  # nothing is ordered after the order to stop
         # A daemon, since the interpreter would wait for another kind before it runs what is registered to close it.
         self._thread = threading.Thread(target=self._loop, name="paceline-engine", daemon=True)
         self._thread.start()
@@ -135,7 +135,7 @@ class AsyncLLM:
     def _loop(self) -> None:
         engine = self._llm.engine
         while True:
-            # With work at hand, take what was ordered and go on; without, sleep until something is.
+            # With work at hand, take what was ordered and continue; without, sleep until something is.
             while not engine.busy or not self._orders.empty():
                 order = self._orders.get()
                 if order is None:
@@ -143,7 +143,7 @@ class AsyncLLM:
                 order()
             try:
                 touched = engine.step()
-            except Exception as error:  # a fault of the engine itself: every request must hear of it
+            except Exception as error:  # a fault of the engine itself: every request must learn of it
                 log.exception("the engine failed; all requests in flight are ended")
                 self._fail_all(error)
                 continue

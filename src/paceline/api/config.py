@@ -142,7 +142,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
-    """Return the configuration that `LLM(model, **options)` asks for.
+    """Return the configuration that `LLM(model, **options)` requests.
 
     Raises:
         ConfigError: an unknown option, or a value that does not fit.

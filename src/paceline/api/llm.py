@@ -51,7 +51,7 @@ class LLM:
         model: an embedded model's name, a local Hugging Face folder, or a hub name.
         share: an `LLM` of the same target, whose weights are used in place of loading them again; K/V, drafter and
             engine are not shared.
-        beside: drafters that are asked before the one that ``drafter="auto"`` stands for.
+        beside: drafters that are called before the one that ``drafter="auto"`` stands for.
         options: the fields of `LLMConfig`.
 
     Raises:
@@ -85,7 +85,7 @@ class LLM:
             self.learning = resolve_name(_LEARN)(self.config, self._target, self.engine)
 
     def _shared(self, other: Any) -> LoadedModel:
-        """Another one's target, if it is what this one's configuration asks for."""
+        """Another one's target, if it is what this one's configuration requests."""
         if not isinstance(other, LLM):
             raise ConfigError(f"LLM(..., share={shown(other)})", "it is no LLM", "give one of the same target")
         check_shared(self.config, other.config)
@@ -225,7 +225,7 @@ class LLM:
     def forget(self) -> None:
         """Drop what is kept of requests that ended: K/V of their texts, and what the drafter remembers of them.
 
-        Call it before a prompt is asked that is timed, or whose passes are counted: a drafter may have kept the answer
+        Call it before a prompt that is timed, or whose passes are counted: a drafter may have kept the answer
         to it. What the draft budget has learned of chances and costs stays.
         """
         with self.engine.lock:

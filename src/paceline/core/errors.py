@@ -1,4 +1,4 @@
-"""The errors that users see. Each says what was asked, what is wrong and what to do."""
+"""The errors that users see. Each has the request, the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ConfigError(PacelineError, ValueError):
     one ``except`` clause.
 
     Args:
-        asked: what the caller asked for (``"temperature=-1"``).
+        asked: the request (``"temperature=-1"``).
         wrong: why it cannot be done (``"temperature must be 0 or more"``).
         remedy: what to do instead (``"use 0 for greedy decoding"``).
     """
@@ -38,7 +38,7 @@ class CapabilityError(ConfigError):
 
 
 class StorageError(ConfigError):
-    """A disk without room for what is to be kept, or a file that cannot be written: no fault of what was asked for."""
+    """A disk without room for what is to be kept, or a file that cannot be written: not a fault of the request."""
 
 
 class RequestError(PacelineError):
@@ -58,7 +58,7 @@ class RequestError(PacelineError):
 
 
 class QueueFull(PacelineError):
-    """As many requests wait as may: this one was not taken.
+    """Raised when the queue is full: this request was not admitted.
 
     Args:
         waiting: sequences that wait.
@@ -70,7 +70,7 @@ class QueueFull(PacelineError):
 
 
 class WorkerRestarted(PacelineError):
-    """What computes passes was lost with its K/V, and comes back: the engine computes all K/V again."""
+    """Raised when a worker was lost with its K/V and restarts: the engine computes all K/V again."""
 
 
 class RankLost(PacelineError):

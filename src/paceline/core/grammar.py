@@ -1,4 +1,4 @@
-"""What an output must be, as a request says it, and what the rules of sampling ask of its parser."""
+"""What an output must be, as a request states it, and what the rules of sampling need of its parser."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ class Grammar:
 
 
 class Matcher(Protocol):
-    """A grammar next to one output. Each answer is a function of the ids that are given, whatever was asked before."""
+    """A grammar next to one output.
+
+    Each answer is a function of the ids that are given, whatever was computed before.
+    """
 
     fault: Exception | None  # why it could not answer once: drafts under it have ended
 
@@ -81,4 +84,4 @@ class Matcher(Protocol):
         """Return which paths the grammar allows after an output; none where that cannot be determined."""
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that every text that the grammar allows begins with, as far as they can be found out."""
+        """Return the tokens that begin every text that the grammar allows, where they are known."""

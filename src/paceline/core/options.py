@@ -1,6 +1,6 @@
 """The fields of a config dataclass: what each may hold, declared once for text, files and Python.
 
-A field comes from `option`. Its type hint says which values fit, strictly: no number is taken for a truth value, no
+A field comes from `option`. Its type hint states which values fit, strictly: no number is taken for a truth value, no
 text for a number. pydantic checks hints and bounds; `check` turns what it finds into a `ConfigError`.
 """
 
@@ -236,7 +236,7 @@ def _plain_name(kind: Any) -> str:
 
 
 class _ShortRepr(reprlib.Repr):
-    """A repr that asks no more of a value than a message can show."""
+    """A repr limited to what a message can show."""
 
     def repr_int(self, value: int, level: int) -> str:
         if abs(value) > 10**40:  # more digits than Python may be willing to write

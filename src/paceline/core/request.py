@@ -243,7 +243,7 @@ def token_logprobs(
     Args:
         logits: [n, V]; raw or processed, as the request wants it.
         chosen: [n] int64.
-        k: likeliest tokens wanted beside the chosen one; 0: only that one.
+        k: likeliest tokens wanted next to the chosen one; 0: only that one.
         decode: turns one id into text for ``Logprob.decoded``.
 
     Returns:

@@ -27,7 +27,7 @@ from .params import refuse
 from .tree import padded_paths
 from .truncation import keep_min_p, keep_top_k, keep_top_p
 
-BEHIND = 2.0  # nats, by which candidates that a draft's own truncation leaves out come behind the others
+BEHIND = 2.0  # nats, by which candidates that a draft's own truncation leaves out come after the others
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One sequence
@@ -45,7 +45,7 @@ _Step = Callable[[Tensor, "Tensor | None"], object]  # (logits [n, V], paths [n,
 class SequenceSampler:
     """The sampling rules and the noise of one sequence (one of the n samples of a request).
 
-    A *row* is a position where a next token is chosen. ``paths`` says which drafted tokens lie between the committed
+    A *row* is a position where a next token is chosen. ``paths`` states which drafted tokens lie between the committed
     output and the row: None if there are none, else int64 [n, D], -1 padded, from below the root
     down to and including the row's own node. A row's output is the committed output and its path.
 
@@ -153,7 +153,7 @@ class SequenceSampler:
         try:
             for step in self._steps:
                 step(result, paths)
-        except Exception as error:  # noted: whoever asked, a drafter for one, is not to blame
+        except Exception as error:  # noted: whoever requested it, a drafter for one, is not to blame
             self.fault = error
             raise
         return result

@@ -31,7 +31,7 @@ class Sequence:
     sampler: SequenceSampler  # sampling rules and noise; has the same list of tokens
     max_len: int | None = None  # prompt and output together cannot grow beyond this
     application: Application | None = None  # whose adapters its rows have; None: the base model
-    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
+    sources: frozenset[int] | None = None  # marks of the drafters that are called for it; None: all
     prediction: abc.Sequence[int] = ()  # text that the output is likely to repeat
     fault: Exception | None = None  # its sampling rules, text or stop rules failed: the step ends it with this
     request_id: str = ""
@@ -88,7 +88,7 @@ class Sequence:
         Args:
             tokens: accepted drafts, then the target's own next token.
             drafted: how many of them were drafted.
-            logprobs: one a token, where the request asked for them.
+            logprobs: one a token, where the request includes them.
 
         Returns:
             How many tokens were kept. If text or stop rules fail at one, those before it are kept, and `fault` is set.

@@ -16,14 +16,14 @@ PREDICTION = "prediction"  # the drafter that reads predictions
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How a request's own draft is chosen; others in the batch are drafted for as ever.
+    """Describe how a request's own draft is chosen; others in the batch are drafted for as ever.
 
     Raises:
         ConfigError: values that cannot be meant.
     """
 
     enabled: bool = True  # False: nothing is ever drafted for it
-    sources: Sequence[str] | None = None  # names of the drafters that are asked for it; None: all
+    sources: Sequence[str] | None = None  # names of the drafters that are called for it; None: all
     prediction: Sequence[int] = ()  # tokens that the output is likely to repeat: read by the drafter "prediction"
     max_nodes: Annotated[int, Field(ge=1)] | None = None  # most drafted nodes a step; None: the budget's
     trace: bool = False  # whether what each step did is kept: `Sequence.trace`

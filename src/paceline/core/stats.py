@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class SourceStats:
-    """What one proposer contributed."""
+    """Describe what one proposer contributed."""
 
     drafted: int = 0
     accepted: int = 0

@@ -15,7 +15,7 @@ class StepTrace:
     emitted: int  # tokens that it added: those of `path`, then the target's own, cut by the stop rules
     tokens: Sequence[int]  # [N]
     parents: Sequence[int]  # [N]; -1 for the root
-    sources: Sequence[str]  # [N] who proposed each; "" for the root
+    sources: Sequence[str]  # [N] which source proposed each; "" for the root
     scores: Sequence[float] | None  # [N] cumulative log q, 0 for the root; None: the drafter gives none
     path: Sequence[int]  # the accepted nodes
     allowed: int  # nodes that the budget allowed, before it chose among what was proposed
@@ -37,7 +37,7 @@ class StepTrace:
 
 @dataclass(slots=True)
 class Shown:
-    """Where the tokens of a chunk come from, where a request to a server asks for it."""
+    """Describe where the tokens of a chunk come from, where a request to a server requests it."""
 
-    origins: list[tuple[str, str | None, int]]  # of a token its text, who proposed it (None: the target), its depth (0)
-    steps: list[dict[str, Any]] | None  # `StepTrace.as_dict` with the ``texts`` of its tokens; None: not asked for
+    origins: list[tuple[str, str | None, int]]  # by token: text, source (None: the target), its depth (0)
+    steps: list[dict[str, Any]] | None  # `StepTrace.as_dict` with the ``texts`` of its tokens; None: not requested

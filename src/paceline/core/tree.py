@@ -31,7 +31,7 @@ class TokenTree:
 
     tokens: list[list[int]]
     parents: list[list[int]]  # parent index < own index; `PADDING` for the root
-    sources: list[list[int]]  # who proposed each node, 0 .. 255 (statistics); the root's has no meaning
+    sources: list[list[int]]  # which source proposed each node, 0 .. 255 (statistics); the root's has no meaning
     counts: list[int]  # nodes of each, the root included
     scores: list[list[float]] | None = None  # cumulative log q along the path, 0 for the root; ranks nodes
     q: Tensor | None = None  # [B, N, V] for sampled drafts: what the children of each node were drawn from, siblings

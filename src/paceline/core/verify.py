@@ -54,7 +54,7 @@ def rejection(
     renormalised. If all fail, the correction comes from the last p. Below a leaf the bonus comes from p itself.
 
     Args:
-        tree: sampled drafts; ``tree.q`` says what they were drawn from.
+        tree: sampled drafts; ``tree.q`` states what they were drawn from.
         p: [B, N, V] float, the target's distribution after each node; rows at padding are not read.
         accept_uniform: [B, N] in [0, 1), decides on each node.
         residual_gumbel: noise for the correction or bonus.

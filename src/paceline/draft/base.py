@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each place ahead, best first, and their log q
-LevelScores = Tensor | Levels  # logits [depth, V], or the same in short
+LevelScores = Tensor | Levels  # logits [depth, V], or the same truncated
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """What a drafter needs and what it can do. Declared once, checked at start-up."""
+    """Describe what a drafter needs and what it can do. Declared once, checked at start-up."""
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose outputs it reads; -1 is the last, before the final norm
-    past: int | None = 0  # last tokens of a text whose taps it needs; 0: those of the root and behind it; None: all
-    network: bool = False  # runs a network: its time is no trifle, and it heeds `DraftRequest.floor`
+    past: int | None = 0  # last tokens of a text whose taps it needs; 0: those of the root and after it; None: all
+    network: bool = False  # runs a network: its time is budgeted, and it stops at `DraftRequest.floor`
     cached: bool = False  # keeps K/V of its own for every token, and catches up with those that it has not seen
     level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
@@ -47,8 +47,8 @@ class DrafterSpec:
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
     parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
-    in_pass: bool = False  # drafts from rows of its own in the target's pass, so it is asked a step ahead: see `expect`
-    scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
+    in_pass: bool = False  # drafts from rows of its own in the target's pass, called a step ahead: see `expect`
+    scratch: int = 0  # slots a sequence in the target's K/V pool, next to the text's, that its drafts need
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class DrafterSpec:
 
 
 class DraftRule(Protocol):
-    """What a node must be worth, and which source of several is worth asking; see `engine.auto`."""
+    """Describe what a node must be worth, and which source of several is worth asking; see `engine.auto`."""
 
     def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
         """Return indices of the sequences to ask a source for, given each one's chance of having a next token."""
@@ -95,7 +95,7 @@ class DraftRequest:
     floor: float = 0.0  # chance of a path below which another level of a network does not pay
     rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
     # [B] the target's K/V of each: of all tokens but the root, which has the first reserved slot; the reserved ones are
-    # free to write to, since verification writes them anew. All else is read only
+    # free to write to, since verification writes them again. All else is read only
     caches: abc.Sequence[SequenceCache] = ()
     passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
 
@@ -115,7 +115,7 @@ class DraftRequest:
 
 @dataclass(slots=True)
 class StepFeatures:
-    """What a drafter is shown after a target forward pass, prefill included."""
+    """Describe what a drafter is shown after a target forward pass, prefill included."""
 
     sequences: abc.Sequence[Sequence]  # [B] sequences that had rows in the pass
     committed: abc.Sequence[abc.Sequence[int]]  # [B] tokens that this pass committed as output; none in mid-prefill
@@ -199,9 +199,9 @@ class Drafter:
             self.own_sessions.forget()
 
     def expect(self, requested: abc.Mapping[int, bool]) -> None:
-        """Note, by key, whether the drafter that asks this one asks for a sequence in the next step.
+        """Note, by key, whether the calling drafter needs a sequence in the next step.
 
-        Called before a pass, where `DrafterSpec.in_pass`. Until then it may ask for any.
+        Called before a pass, where `DrafterSpec.in_pass`. Until then it may need any.
         """
 
     def idle_reason(self, view: Sequence) -> str | None:

@@ -1,13 +1,13 @@
 """Several drafters as one: their nodes are merged into one tree, under one budget.
 
-Drafters are asked in the order given, cheapest first. A look-up costs next to nothing and has long accepted runs where
+Drafters are called in the order given, cheapest first. A look-up costs next to nothing and has long accepted runs where
 an answer copies from its prompt or from itself; a draft model is accepted more often elsewhere, at the cost of its
-passes. So each is asked only for sequences where what it adds to the drafts on hand pays for its time: the rule of
-`engine.auto` says where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
-drafter is asked unless those before it are nearly sure of the next token.
+passes. So each is called only for sequences where what it adds to the drafts on hand pays for its time: the rule of
+`engine.auto` states where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
+drafter is called unless those before it are nearly sure of the next token.
 
-A drafter in the target's pass (streams) is asked a step ahead: rows of the coming pass draft for the sequences that it
-is asked for, and their drafts are merged in the step after it, with those of the others.
+A drafter in the target's pass (streams) is called a step ahead: rows of the coming pass draft for the sequences that it
+is called for, and their drafts are merged in the step after it, with those of the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .text_sessions import LookUp, LookUps, TextSessions
 if TYPE_CHECKING:
     from ..model.decoder import TargetInfo
 
-LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
+LOOKUP = "suffix,depth=14,max_tokens=0"  # next to a model that is named alone
 MODEL = "draft_model:{},depth=8"
-SURE = 0.8  # with a fixed budget: chance of the next token from which no other drafter is asked
+SURE = 0.8  # with a fixed budget: chance of the next token from which no other drafter is called
 UNSURE = 0.3  # with a fixed budget: chance of a path below which a network goes no further
 
 
@@ -57,7 +57,7 @@ class HybridConfig(DrafterConfig):
     )
 
     def validate(self) -> None:
-        """Refuse parts that are no drafters, or cannot be merged."""
+        """Refuse parts that are not drafters, or cannot be merged."""
         for chosen in self.chosen:
             self.require("parts", chosen.kind != self.kind, "cannot be hybrids themselves")
 
@@ -139,7 +139,7 @@ class Hybrid(Drafter):
         ahead = [source for source, spec in enumerate(specs) if spec.in_pass]
         if len(ahead) > 1:
             raise CapabilityError(f"hybrid:{config.parts}", "two draft in the target's pass", "name one of these")
-        self._ahead = ahead[0] if ahead else -1  # the source that is asked a step ahead
+        self._ahead = ahead[0] if ahead else -1  # the source that is called a step ahead
         self._networks = [part for part in parts if not isinstance(part, LookUp)]
         self._target: TargetInfo | None = None
         self.spec = DrafterSpec(
@@ -173,7 +173,7 @@ class Hybrid(Drafter):
         return max(part.spec.window for part in self._networks or self.parts)
 
     def sessions(self, rows: int) -> DraftSessions:
-        """See `Drafter`: look-ups are asked first, and the network where none is nearly sure."""
+        """Implement `Drafter`: look-ups are called first, and the network where none is nearly sure."""
         assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         look_ups = LookUps({k: part for k, part in enumerate(self.parts) if isinstance(part, LookUp)}, log(SURE))
         for part in self._networks:
@@ -198,12 +198,12 @@ class Hybrid(Drafter):
             part.forget()
 
     def idle_reason(self, view: Sequence) -> str | None:
-        """See `Drafter`: those of all, where each has one."""
+        """Implement `Drafter`: those of all, where each has one."""
         reasons = [part.idle_reason(view) for part in self.parts]
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def scratch_slots(self, rows: int, sequences: int) -> int:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         return max(part.scratch_slots(rows, sequences) for part in self.parts)
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
@@ -253,7 +253,7 @@ class Hybrid(Drafter):
         for i, draft in zip(requested, proposals, strict=True):
             if not draft.tokens:
                 continue
-            if source + 1 < len(self.parts):  # whom a later one is asked for depends on it
+            if source + 1 < len(self.parts):  # whom a later one is called for depends on it
                 begins = [score for score, parent in zip(draft.log_scores, draft.parents, strict=True) if not parent]
                 chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
                 first[i] = max(first[i], chance)

@@ -1,6 +1,6 @@
 """What is known of each place ahead whatever is drafted in front of it, and the product trees made of it.
 
-A level is said by logits, or in short by its best tokens and their log q, where compiled code gave no more.
+A level is given by logits, or truncated by its best tokens and their log q, where compiled code gave no more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .proposal import Proposal, best_nodes
 
 
 def count(scores: LevelScores) -> int:
-    """How many levels there are."""
+    """Return how many levels there are."""
     return len(scores[0]) if isinstance(scores, tuple) else len(scores)
 
 
@@ -32,9 +32,9 @@ def best_levels(sets: abc.Sequence[tuple[Sequence, LevelScores]], k: int, couple
     """Return the k best tokens of each level and their log q, best first, in one call for all sequences.
 
     Args:
-        sets: levels of each sequence; the first one is of the place behind its text.
-        k: tokens of a level; levels in short have at least as many, or what they have.
-        coupled: ranked with the noise of the target's own choices; levels in short were already.
+        sets: levels of each sequence; the first one is of the place after its text.
+        k: tokens of a level; levels truncated have at least as many, or what they have.
+        coupled: ranked with the noise of the target's own choices; levels truncated were already.
     """
     rows = [_scores(view, one, coupled) for view, one in sets if isinstance(one, Tensor)]
     best = _best(rows, k)
@@ -58,7 +58,7 @@ def product_trees(
 
 
 def _scores(view: Sequence, logits: Tensor, coupled: bool) -> Tensor:
-    """[levels, V]: the softmax of row j is the chance that a token is what the target says j places behind the text."""
+    """[levels, V]: the softmax of row j is the chance that a token is what the target emits j places after the text."""
     first = len(view.tokens)
     return view.sampler.ranked(logits, (), range(first, first + len(logits)), coupled)
 

@@ -12,7 +12,7 @@ from .sessions import Ask, DraftSessions, NewNodes, Opening, Pending
 
 @dataclass(slots=True)
 class LocalGrowing:
-    """A growth that is under way: what its next level asks for, and what came; see `Pending`."""
+    """A growth that is under way: what its next level requests, and what came; see `Pending`."""
 
     asks: dict[int, Ask]  # by sequence, of the next level
     levels_left: dict[int, dict[int, int]]  # by sequence: of each node in its ask how many levels are wanted below it
@@ -80,11 +80,11 @@ class LocalSessions:
         self._halted = False
 
     def ready(self) -> bool:
-        """See `AsyncSessions`."""
+        """Implement `AsyncSessions`."""
         return True
 
     def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
-        """See `AsyncSessions`; what is drafted at once raises what the sessions raise."""
+        """Implement `AsyncSessions`; what is drafted at once raises what the sessions raise."""
         growth = LocalGrowing.of(asks, levels)
         if self._thread is None:
             self._draft(growth)
@@ -100,14 +100,14 @@ class LocalSessions:
                 return
 
     def look(self) -> None:
-        """See `AsyncSessions`; a thread ends with its level, and what is left is drafted by `wait`."""
+        """Implement `AsyncSessions`; a thread ends with its level, and the rest is drafted by `wait`."""
         self._pause()
 
     def wait(self, growing: Pending) -> None:
-        """See `AsyncSessions`."""
+        """Implement `AsyncSessions`."""
         self._settle()
         if isinstance(growing, LocalGrowing):
-            self._draft(growing)  # what is left of one that was halted
+            self._draft(growing)  # the rest of one that was halted
 
     def _settle(self) -> None:
         """Until the thread rests."""
@@ -120,7 +120,7 @@ class LocalSessions:
                     self._under_way = None
 
     def _pause(self, key: int | None = None) -> DraftSessions:
-        """Return the sessions, once the thread has left them; what is left of a sequence's growth is called off."""
+        """Return the sessions, once the thread has left them; the rest of a sequence's growth is called off."""
         if self._under_way is not None:
             self._halted = True
             try:
@@ -132,25 +132,25 @@ class LocalSessions:
         return self.inner
 
     def open(self, opening: Opening) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause().open(opening)
 
     def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         return self._pause().grow(asks)
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause(key).reroot(key, node)
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause(key).commit(key, tokens)
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause(key).close(key)
 
     def forget(self) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause().forget()

@@ -75,7 +75,7 @@ class ModelSessions(NetworkSessions):
         return Expansion(session, chosen, computed) if chosen and self.make_room(session, len(computed)) else None
 
     def _may_expand(self, session: Session, node: int) -> bool:
-        """Whether a node's own pass is possible and of use: the draft has its tokens and its position.
+        """Return whether a node's own pass is possible and of use: the draft has its tokens and its position.
 
         The root is expanded while its K/V is not there; after that it has children.
         """
@@ -87,7 +87,7 @@ class ModelSessions(NetworkSessions):
         return len(session.view.tokens) + len(path) <= self.decoder.config.max_position
 
     def reads(self, session: Session) -> bool:
-        """Whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
+        """Return whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
 
         Heads of one family often differ in how far they are padded. A target whose head is the wider one may be
         given, and may say, ids that the draft lacks.
@@ -145,7 +145,7 @@ class ModelSessions(NetworkSessions):
         return packer, rows
 
     def _run(self, batch: Batch) -> Tensor:
-        """[rows, d_model] states behind the last layer."""
+        """[rows, d_model] states after the last layer."""
         state = self.decoder.embed(batch)
         return self.decoder.run_layers(state, 0, self.decoder.num_layers, self.pool).hidden
 

@@ -5,7 +5,7 @@
 
 A row's ancestors are fixed when it is computed: cutting the tree drops rows, and moves those that stay together.
 
-Look-ups may be asked first. What they are sure of becomes a node of which nothing is computed until the network is
+Look-ups may be called first. What they are sure of becomes a node of which nothing is computed until the network is
 asked below it; then the nodes above are computed in the same pass.
 """
 
@@ -51,7 +51,7 @@ class Session(DraftTree):
 
 
 class NetworkSessions(TextSessions):
-    """Sessions of a drafter with a network; look-ups may be asked first.
+    """Sessions of a drafter with a network; look-ups may be called first.
 
     Args:
         vocab_size, eos_ids: of the target.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..model.decoder import TargetInfo
 
-LONGEST = 32  # matched tokens beyond which lengths are not told apart
+LONGEST = 32  # matched tokens beyond which lengths are not distinguished
 _LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
 
 
@@ -48,7 +48,7 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """Where each n-gram of a growing token list was last seen; an update costs O(new tokens).
+    """Describe where each n-gram of a growing token list was last seen; an update costs O(new tokens).
 
     An occurrence is stored as the position that follows it. The n-gram that ends the list is left out until a
     token follows it, so that every occurrence found has a continuation.
@@ -152,7 +152,7 @@ class NgramDrafter(LookUp):
 
 
 def log_trust(n: int, depth: int) -> float:
-    """Log of the estimated chance that a match of n tokens goes on alike for ``depth`` tokens.
+    """Log of the estimated chance that a match of n tokens continues alike for ``depth`` tokens.
 
     One token with a chance of n / (n + 2), and each makes the match longer: n / (n + 2) x (n + 1) / (n + 3) x ..; a
     rule of thumb, which the automatic budget corrects by what came of such matches.
@@ -161,7 +161,10 @@ def log_trust(n: int, depth: int) -> float:
 
 
 def matched(tokens: abc.Sequence[int], n: int, follower: int) -> int:
-    """How many tokens before ``follower`` are those that end the text, given that ``n`` are; `LONGEST` at most."""
+    """Return how many tokens before ``follower`` are those that end the text, given that ``n`` are.
+
+    `LONGEST` at most.
+    """
     end = len(tokens)
     most = min(LONGEST, follower)
     while n < most and tokens[follower - 1 - n] == tokens[end - 1 - n]:

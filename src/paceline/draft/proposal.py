@@ -26,7 +26,7 @@ class Proposal:
     parents: list[int] = field(default_factory=list)  # tree index of each parent: 0 the root, i + 1 for tokens[i]
     log_scores: list[float] = field(default_factory=list)  # log of the estimated chance that the path is accepted
     matched: int = 0  # tokens of context that the proposal rests on, where that is counted
-    sources: list[int] = field(default_factory=list)  # who proposed each node; empty: source 0 all of them
+    sources: list[int] = field(default_factory=list)  # which source proposed each node; empty: source 0 all of them
     q: dict[int, Tensor] = field(default_factory=dict)  # tree index -> [V] what its child was drawn from, if it was
 
     @staticmethod
@@ -93,7 +93,7 @@ class Proposal:
 
     @property
     def depth(self) -> int:
-        """Of the deepest node; 0: there is none."""
+        """Return the depth of the deepest node; 0: there is none."""
         return max(depths_below(self.parents), default=0)
 
     @property

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "paceline.drafters"
 NONE = "none"  # plain decoding
 
-# Named, not imported: listing the names must not load torch, and a drafter loads only when it is asked for.
+# Named, not imported: listing the names must not load torch, and a drafter loads only when it is requested.
 _BUILTIN = {
     "none": "paceline.draft.none:NoneConfig",
     "ngram": "paceline.draft.ngram:NgramConfig",
@@ -51,7 +51,7 @@ _registered: dict[str, type[DrafterConfig]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterContext:
-    """What a drafter may use while it is built: how to load models, and where the target runs."""
+    """Describe what a drafter may use while it is built: how to load models, and where the target runs."""
 
     # (name, dtype[, processes]) -> a model of its own, for drafters that run one
     load_model: Callable[..., Any] | None = None
@@ -65,13 +65,13 @@ class DrafterContext:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(NamedConfig):
-    """Base of every drafter's options: a frozen keyword-only dataclass beside the drafter.
+    """Base of every drafter's options: a frozen keyword-only dataclass next to the drafter.
 
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
     options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
     The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``refuses`` has options that
     other drafters have and this one cannot, each with why not and what to do. ``nests`` says that the subject is made
-    of drafters' texts, whose options stand behind semicolons. ``weights`` names the option that holds what was trained
+    of drafters' texts, whose options stand after semicolons. ``weights`` names the option that holds what was trained
     for the target; where it is empty the zoo's is meant, or with ``of_applications`` the applications' where there are
     any.
     """
@@ -177,7 +177,7 @@ def config_class(name: str) -> type[DrafterConfig]:
 
 
 def nests(name: str) -> bool:
-    """Whether a drafter of this name is made of other drafters' texts; an unknown one is not."""
+    """Return whether a drafter of this name is made of other drafters' texts; an unknown one is not."""
     return name in names() and config_class(name).nests
 
 

@@ -1,6 +1,6 @@
 """Re-sampling and verification fusion, for every drafter whose logits of a level do not depend on drafted tokens.
 
-Once the target has said which token is right, the levels behind it still stand: each is of a place in the text. They
+Once the target has chosen which token is right, the levels after it still stand: each is of a place in the text. They
 give new candidates below the new root, which are verified on top of the next draft, in place of some of it, or alone.
 
 Source: Lyanna, sections 5.3 (Algorithm 2) and 6.2 (verification fusion).
@@ -62,8 +62,8 @@ def left_over(drafted: Drafted | None, length: int, threshold: int) -> LevelScor
     sampled.
 
     With a tokens accepted the target's own one is at level a + 1: rejected there, or not drafted at all. So the first
-    level is of the place behind the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
-    in short stays right.
+    level is of the place after the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
+    truncated stays right.
     """
     if drafted is None or length <= drafted[0]:
         return None
@@ -72,7 +72,7 @@ def left_over(drafted: Drafted | None, length: int, threshold: int) -> LevelScor
 
 
 class Resampling:
-    """What each sequence's last draft left over, and how fresh and re-sampled nodes share a budget.
+    """Describe what each sequence's last draft left over, and how fresh and re-sampled nodes share a budget.
 
     Args:
         config: of the drafter.
@@ -96,7 +96,7 @@ class Resampling:
 
     @property
     def on(self) -> bool:
-        """Whether there is any."""
+        """Return whether there is any."""
         return self.form != "off"
 
     @property
@@ -109,7 +109,7 @@ class Resampling:
         return (name, MARK) if self.on else ()
 
     def share(self, budget: int, again: bool) -> tuple[int, int]:
-        """How many fresh and how many re-sampled nodes a budget has room for: fresh ones come first.
+        """Return how many fresh and how many re-sampled nodes a budget has room for: fresh ones come first.
 
         Args:
             budget: nodes.
@@ -145,7 +145,7 @@ class Resampling:
         return None if rest is None else cut(rest, 0, most)
 
     def fresh(self, rest: LevelScores | None) -> bool:
-        """Whether a sequence gets a fresh draft, given what it has left over."""
+        """Return whether a sequence gets a fresh draft, given what it has left over."""
         return self.form != "alone" or rest is None
 
     def release(self, keys: abc.Sequence[int]) -> None:

@@ -1,15 +1,15 @@
 """Draft sessions: drafting below nodes of a tree that the target has not decided on yet.
 
-A round that drafts while the target computes asks for levels, not for drafts. A session holds one sequence's text and
-the nodes drafted below it, until the verdict says which of them the text goes on with:
+A round that drafts while the target computes requests levels, not drafts. A session holds one sequence's text and
+the nodes drafted below it, until the verdict states which of them the text continues with:
 
     open      the sequence, as plain data
     grow      one level: nodes that are given with their tokens, and drafted children below them and below others
-    reroot    the text goes on to a drafted node: what hangs below it stays, all else goes
-    commit    the text goes on with other tokens: every node goes
+    reroot    the text continues to a drafted node: what hangs below it stays, all else goes
+    commit    the text continues with other tokens: every node goes
     close     the sequence ended or was preempted
 
-All that is said or answered is plain data, so that sessions can be served in another process as well. Node 0 is the
+All messages and answers are plain data, so that sessions can be served in another process as well. Node 0 is the
 root, the text's last token, whichever that is; other nodes have the number that they were given while they are there.
 """
 
@@ -44,7 +44,7 @@ class Opening:
     sample_index: int
     max_len: int | None = None  # prompt and output together cannot grow beyond this
     prediction: abc.Sequence[int] = ()  # text that the output is likely to repeat
-    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
+    sources: frozenset[int] | None = None  # marks of the drafters that are called for it; None: all
     matcher: Matcher | None = None  # of the grammar in ``params``; of this session alone
 
     @staticmethod
@@ -77,7 +77,7 @@ class Ask:
 
 @dataclass(slots=True)
 class NewNodes:
-    """What a session's tree has grown by."""
+    """Describe what a session's tree has grown by."""
 
     added: list[int] = field(default_factory=list)  # the nodes of `Ask.added`; a child with that token is taken again
     parents: list[int] = field(default_factory=list)  # of each drafted child
@@ -105,7 +105,7 @@ class DraftSessions(Protocol):
         """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
 
         A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
-        asked for: each but its last node then has its one child.
+        requested: each but its last node then has its one child.
 
         Raises:
             KeyError: a sequence, or a node, that is not there.
@@ -125,7 +125,7 @@ class DraftSessions(Protocol):
 
 
 class Pending(Protocol):
-    """A growth of several levels, as far as it is known."""
+    """A growth of several levels, to the extent that it is known."""
 
     levels: list[dict[int, NewNodes]]  # by level, then by sequence; finished sequences are missing
     times: list[tuple[float, float]]  # by level: when it was drafted, by `time.perf_counter` of this host
@@ -134,14 +134,14 @@ class Pending(Protocol):
 
 @runtime_checkable
 class AsyncSessions(DraftSessions, Protocol):
-    """Sessions served elsewhere: growths go on there by themselves, a level at a time.
+    """Sessions served elsewhere: growths continue there by themselves, a level at a time.
 
-    `commit`, `reroot` and `close` of a sequence call off what is left of its growths. Whatever is lost on the way, or
-    comes too late, raises; then all sessions are gone, and are opened anew once `ready` says so.
+    `commit`, `reroot` and `close` of a sequence call off the rest of its growths. Whatever is lost on the way, or
+    comes too late, raises; then all sessions are gone, and are opened again once `ready` returns true.
     """
 
     def ready(self) -> bool:
-        """Whether sessions may be opened now.
+        """Return whether sessions may be opened now.
 
         Raises:
             ConfigError: they never will be.

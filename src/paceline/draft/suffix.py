@@ -39,7 +39,7 @@ class SuffixConfig(DrafterConfig):
 
     kind: ClassVar[str] = "suffix"
     min_match: ClassVar[int] = 1  # shortest run of last tokens that counts as a match
-    max_match: ClassVar[int] = 32  # longest run of last tokens that is told apart
+    max_match: ClassVar[int] = 32  # longest run of last tokens that is distinguished
     reach: ClassVar[float] = 4.0  # tokens drafted at most for each matched token
     min_prob: ClassVar[float] = 0.1  # a draft stops where its estimated chance falls below
 
@@ -141,7 +141,7 @@ class SuffixAutomaton:
         return self.settle(state, min(matched + 1, self.max_match)) if state > 0 else (0, 0)
 
     def settle(self, state: int, matched: int) -> tuple[int, int]:
-        """Where a run of ``matched`` tokens is now, after states were split or the run was shortened."""
+        """Return where a run of ``matched`` tokens is now, after states were split or the run was shortened."""
         length, link = self.length, self.link
         while state > 0 and length[link[state]] >= matched:
             state = link[state]
@@ -217,7 +217,7 @@ class _Sequence:
         cursor.seen = len(tokens)
 
     def matches(self, generations: abc.Sequence[SuffixAutomaton]) -> Iterator[_Match]:
-        """Return the own match, then those in the shared automata, brought up to date when asked for."""
+        """Return the own match, then those in the shared automata, brought up to date when requested."""
         yield self.own
         by_automaton = {id(match.automaton): match for match in self.shared}
         self.shared = [by_automaton.get(id(automaton)) or _Match(automaton) for automaton in generations]

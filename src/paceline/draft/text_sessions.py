@@ -36,7 +36,7 @@ class LookUp(Drafter):
         self.target = target
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """`draft_one` for every sequence. What comes out is read only."""
+        """`draft_one` for every sequence. The result is read only."""
         return [self.draft_one(*row) for row in want.rows()]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
@@ -44,10 +44,10 @@ class LookUp(Drafter):
         raise NotImplementedError(f"{type(self).__name__}.draft_one")
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> Found:
-        """Tokens that may follow the text and the drafted ``path`` behind it, which is not decided on.
+        """Tokens that may follow the text and the drafted ``path`` after it, which is not decided on.
 
         Args:
-            sequence: the text is taken in as far as it is new; ``path`` is not.
+            sequence: the text is taken in to the extent that it is new; ``path`` is not.
             path: drafted tokens.
             width: tokens wanted, at most.
 
@@ -57,24 +57,24 @@ class LookUp(Drafter):
         raise NotImplementedError(f"{type(self).__name__}.continuations")
 
     def sessions(self, rows: int) -> TextSessions:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         assert self.target is not None, "bind comes before sessions"
         return TextSessions(LookUps({0: self}), self.target.vocab_size, self.target.eos_ids)
 
 
 class LookUps:
-    """Look-ups as one, in the order in which they are asked.
+    """Look-ups as one, in the order in which they are called.
 
     Args:
         parts: the look-ups, by their source marks.
-        sure: log of the chance from which on none of the others is asked.
+        sure: log of the chance from which on none of the others is called.
     """
 
     def __init__(self, parts: abc.Mapping[int, LookUp], sure: float = 0.0) -> None:
         self._parts, self._sure = parts, sure
 
     def knows(self, matches: Found) -> bool:
-        """Whether nobody else need be asked."""
+        """Return whether nobody else need be used."""
         return bool(matches) and matches[0][1] >= self._sure
 
     def find(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> tuple[int, Found]:
@@ -97,12 +97,12 @@ class LookUps:
         return best
 
     def release(self, keys: abc.Sequence[int]) -> None:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         for part in self._parts.values():
             part.release(keys)
 
     def forget(self) -> None:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         for part in self._parts.values():
             part.forget()
 
@@ -123,8 +123,8 @@ class Node:
     parent: int
     token: int
     depth: int  # below the root, as of now
-    score: float = 0.0  # log q of the drafted tokens behind the last given one
-    row: int = -1  # of its K/V, behind the text's; -1: not computed
+    score: float = 0.0  # log q of the drafted tokens after the last given one
+    row: int = -1  # of its K/V, after the text's; -1: not computed
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class DraftTree:
         return number
 
     def depth(self, node: int) -> int:
-        """Of a node; the root's is 0."""
+        """Return the depth of a node; the root's is 0."""
         return self.nodes[node].depth if node != ROOT else 0
 
     def path(self, node: int) -> list[int]:
@@ -192,7 +192,7 @@ class DraftTree:
         return rows, done
 
 
-NOBODY = Ask(-1)  # of a pass that no level was asked for
+NOBODY = Ask(-1)  # of a pass without a requested level
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class Expansion:
     session: Any
     parents: list[int]  # nodes to expand
     computed: list[int]  # nodes without K/V that the pass computes, parents first
-    ask: Ask = NOBODY  # the level that was asked for, where it is one
+    ask: Ask = NOBODY  # the level that was requested, where it is one
     grown: NewNodes = field(default_factory=NewNodes)  # the answer
 
 
@@ -210,7 +210,7 @@ class TextSessions:
     """Sessions of look-ups, and what those of a network share with them.
 
     Args:
-        look_ups: are asked first, for every node.
+        look_ups: are called first, for every node.
         vocab_size, eos_ids: of the target.
     """
 
@@ -223,7 +223,7 @@ class TextSessions:
         return DraftTree(view)
 
     def open(self, opening: Opening) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self.close(opening.key)
         self._open[opening.key] = self._begin(opened(opening, self._vocab, self._eos_ids))
 
@@ -236,7 +236,7 @@ class TextSessions:
 
     @inference
     def grow(self, asks: abc.Sequence[Ask]) -> list[NewNodes]:
-        """See `DraftSessions`: nodes that a look-up is sure of are not computed."""
+        """Implement `DraftSessions`: nodes that a look-up is sure of are not computed."""
         grown, unsure = list[NewNodes](), list[dict[int, tuple[int, Found]]]()
         ready: list[Expansion] = []
         for ask in asks:
@@ -271,7 +271,7 @@ class TextSessions:
             grown.add(parent, session.add(parent, token, above + log_q), token, log_q, source)
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         tree: DraftTree = self._open[key]
         tokens = tree.tokens(node)
         rows, done = tree.cut(node)
@@ -279,7 +279,7 @@ class TextSessions:
         self._keep(tree, rows, done)
 
     def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         tree: DraftTree = self._open[key]
         self._say(tree, tokens)
         self._clear(tree, tokens)
@@ -296,12 +296,12 @@ class TextSessions:
         """Keep these rows of K/V, of which the first are of the text, where there is any."""
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._open.pop(key, None)
         self.look_ups.release([key])
 
     def forget(self) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self.look_ups.forget()
 
 

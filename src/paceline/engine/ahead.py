@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AheadConfig(RoundConfig):
-    """Options of a round that drafts by sessions, in the target's process or beside it in one of their own.
+    """Options of a round that drafts by sessions, in the target's process or next to it in one of their own.
 
     A subclass names in ``chooser`` its option that may be "process".
     """
@@ -49,7 +49,7 @@ class AheadConfig(RoundConfig):
 
     @property
     def place(self) -> WorkerPlace | None:
-        """See `RoundConfig`."""
+        """Implement `RoundConfig`."""
         return WorkerPlace(self.cores, self.threads, device=self.device) if self._apart else None
 
     def misfit(self, spec: DrafterSpec, in_pass: str, remedy: str) -> tuple[str, str] | None:
@@ -82,7 +82,7 @@ class AheadConfig(RoundConfig):
 
 
 class SessionGuard:
-    """What becomes of sessions that fail: it costs no request. Those of another process may come back.
+    """Describe what becomes of sessions that fail: it costs no request. Those of another process may come back.
 
     Args:
         drafter: its name.
@@ -97,7 +97,7 @@ class SessionGuard:
         self._away = self._comes_back
 
     def __enter__(self) -> None:
-        """In here nothing is raised: decoding goes on without the drafter, until it comes back where it can."""
+        """In here nothing is raised: decoding continues without the drafter, until it comes back where it can."""
 
     def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> bool:
         if isinstance(error, Exception):
@@ -111,7 +111,7 @@ class SessionGuard:
 
     @property
     def there(self) -> bool:
-        """Whether sessions can be asked for anything."""
+        """Return whether sessions can be used."""
         return self.failure is None and not self._away
 
     def look(self) -> bool:

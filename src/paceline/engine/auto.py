@@ -7,9 +7,9 @@ of the batch is worth, in tokens beyond a plain step,
 
 and the k that makes the most of it is checked; nothing, where nothing pays. This is the condition for the most tokens a
 second over many steps (a ratio is at its largest where no choice improves numerator - ratio x denominator; Dinkelbach
-1967). `chances` says how likely nodes are, `costs` what rows take, and both are moving averages.
+1967). `chances` states how likely nodes are, `costs` what rows take, and both are moving averages.
 
-A drafter is asked for a sequence where asks bring more than they cost, on average. A fixed share of the time (`SHARE`)
+A drafter is called for a sequence where asks bring more than they cost, on average. A fixed share of the time (`SHARE`)
 goes to asks that are not expected to pay, by source, and to rows that seem too dear, so that a wrong estimate does not
 last; a few steps are plain ones. Once a batch size is known the rule looks at one step of several, and its decisions
 stand in the others.
@@ -51,7 +51,7 @@ class _Asks:
     """The asks of one source in a step."""
 
     least: dict[int, float] = field(default_factory=dict)  # sequence -> chance of being needed from which it pays
-    opens: dict[int, float] = field(default_factory=dict)  # the same chance, of sequences asked for in the step
+    opens: dict[int, float] = field(default_factory=dict)  # the same chance, of sequences called for in the step
     unseen: int = 0  # tokens that the source had to process first
     ms: float = 0.0  # time of the call, where `record_cost` gave it
     passes: int = 0  # passes of the source's network; else the levels of its deepest proposal
@@ -73,11 +73,11 @@ class AutoBudget(DraftBudget):
     """Chooses which sequences draft, and which nodes are checked; learns from the steps that it looks at.
 
     Args:
-        table: what steps cost, before any was run.
+        table: the costs of steps, before any was run.
         cap: most nodes of a sequence (the drafter's own size).
-        sources: names of the drafters that are asked, cheapest first; one where it is a single one.
-        marks: kinds of nodes that are told apart by their source mark: as many as drafters, or, of a single one, as it
-            has ways to come by them. None: as many as drafters.
+        sources: names of the drafters that are called, cheapest first; one where it is a single one.
+        marks: kinds of nodes that are distinguished by their source mark: as many as drafters, or, of a single one, as
+            it has ways to come by them. None: as many as drafters.
         draft_costs: the costs of each source; None: all sources are look-ups.
         prepares: the source that proposes only what the step before has prepared, in the target's pass; a step that
             does not ask it prepares nothing. None: there is no such source.
@@ -165,7 +165,7 @@ class AutoBudget(DraftBudget):
         return budgets
 
     def _look(self, views: abc.Sequence[Sequence]) -> list[int]:
-        """Decide anew which sources to ask for which sequences."""
+        """Decide again which sources to call for which sequences."""
         size = self._size = self._size_at(self._batch)
         histories = []
         for view in views:
@@ -258,7 +258,7 @@ class AutoBudget(DraftBudget):
         return max(0, missed) * self.draft_costs[source].catch_up_ms
 
     def _trial(self, source: int, histories: abc.Sequence[History], paying: set[int]) -> set[int]:
-        """Return the sequences that a source is asked for although it is not expected to pay.
+        """Return the sequences that a source is called for although it is not expected to pay.
 
         Those that waited longest while saved time is left, and those for which the last ask has only prepared this one.
         """
@@ -301,7 +301,7 @@ class AutoBudget(DraftBudget):
         return chosen
 
     def _note(self, source: int, opens: dict[int, float]) -> None:
-        """Note that a source is asked for these sequences."""
+        """Note that a source is called for these sequences."""
         unseen, step = 0, self._steps
         for key in opens:
             history = self._histories[key]
@@ -351,7 +351,7 @@ class AutoBudget(DraftBudget):
             levels = max(levels, deepest)
         ranked.sort(key=lambda node: node[0])
         chances = [-path for path, *_ in ranked]
-        # Of so many rows as never yet the cost is a guess: go on from what is known.
+        # Of so many rows as never yet the cost is a guess: continue from what is known.
         limit = nodes if self._blind else min(nodes, max(FIRST_ROWS, 2 * self._size.rows))
         new, tries = not self._size.rows, self._tries_rows(limit)
         # Of what was never measured the price means nothing: for now, rows are free.
@@ -436,7 +436,7 @@ class AutoBudget(DraftBudget):
                 history.judge()
 
     def reset_source(self, source: str, expected: float | None = None) -> None:
-        """See `DraftBudget.renew`: what was counted says little of its drafts."""
+        """Implement `DraftBudget.renew`: past counts hardly predict its drafts."""
         at, self._keys = self.sources.index(source), []
         if expected is not None:
             self._expected[at] = expected
@@ -466,7 +466,7 @@ class AutoBudget(DraftBudget):
         return self._explain(1, 0, 0.0) if rests > steps / 2 else None
 
     def explain(self) -> str:
-        """Say what the last step that asked for drafts chose, and why."""
+        """Describe what the last step that called for drafts chose, and why."""
         return self._explain(*self._choice) if self._batch else "auto: no step was planned yet"
 
     def _explain(self, batch: int, nodes: int, tokens: float) -> str:

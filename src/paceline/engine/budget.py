@@ -25,9 +25,9 @@ class StepRecord:
     budgets: abc.Sequence[int]  # [B] nodes that were allowed
     drafted: abc.Sequence[int]  # [B] nodes that were checked
     accepted: abc.Sequence[int]  # [B] drafted tokens that were emitted
-    pure: bool  # every row was a root or a drafted node: no prompt was computed beside them
+    pure: bool  # every row was a root or a drafted node: no prompt was computed next to them
     draft_ms: float
-    propose_ms: float  # of these: what asking the drafter took, which it would not take unasked
+    propose_ms: float  # of these: what calling the drafter took, which it would not take without calls
     rest_ms: float  # everything else of the step: scheduling, target pass, verification, book-keeping
 
 
@@ -38,23 +38,23 @@ class DraftBudget:
     """
 
     learns = False  # whether the engine calls `observe` for the coming step; it reads this after `plan`
-    rests = False  # neither the coming step nor the one behind it drafts: nothing need be prepared; read after `plan`
+    rests = False  # neither the coming step nor the one after it drafts: nothing need be prepared; read after `plan`
 
     @property
     def never_drafts(self) -> bool:
-        """Whether the budget is always 0, so that `plan` need not be called."""
+        """Return whether the budget is always 0, so that `plan` need not be called."""
         return False
 
     @property
     def rule(self) -> DraftRule | None:
-        """What chooses among the proposed nodes; None: all within the budget are checked."""
+        """Return what chooses among the proposed nodes; None: all within the budget are checked."""
         return None
 
     def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
         """Nodes for the coming step.
 
         Args:
-            sequences: [b] those that can draft: one token behind, and room for more than one.
+            sequences: [b] those that can draft: one token back, and room for more than one.
             batch_size: generating sequences in the step, those that cannot draft included.
 
         Returns:
@@ -73,7 +73,7 @@ class DraftBudget:
 
         Args:
             source: name of the drafter that it replaces, which may be one of a hybrid's.
-            expected: tokens of a draft of it that are accepted, as far as that is known.
+            expected: tokens of a draft of it that are accepted, to the extent that that is known.
         """
 
     def reason(self) -> str | None:
@@ -120,7 +120,7 @@ class FixedBudget(DraftBudget):
 
     @property
     def never_drafts(self) -> bool:
-        """Whether every size is 0."""
+        """Return whether every size is 0."""
         return self.size == 0 if isinstance(self.size, int) else all(nodes == 0 for _, nodes in self.size)
 
     def size_at(self, batch_size: int) -> int:
@@ -156,7 +156,7 @@ class FixedBudget(DraftBudget):
 
 
 def parse_budget(value: int | str | abc.Mapping[Any, Any] | None) -> FixedBudget | Literal["auto"]:
-    """Return the budget that a user asked for: a number, a table, or ``auto`` (also None).
+    """Return the budget that a user requested: a number, a table, or ``auto`` (also None).
 
     Raises:
         ConfigError: neither, or out of range.

@@ -36,7 +36,7 @@ QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
 QUICK_BATCHES = (8,)  # sequences of one row each, next to the single one
 QUICK_CONTEXT = 64
 QUICK_MS = 200.0  # time after which the quick estimate measures nothing further
-QUICK_REPEATS = 12  # the fastest of a few passes is no good estimate next to other work
+QUICK_REPEATS = 12  # the fastest of a few passes is not a good estimate next to other work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from ..core.tree import TokenTree
 EDGES = (1 / 16, 1 / 8, 1 / 4, 0.45, 0.75, 1.25, 1.75, 2.4, 3.4, 5, 7, 10, 20, 50, 150, 500)
 CLASSES = len(EDGES) + 1
 DEPTHS = 5  # 1, 2, 3-4, 5-8, deeper
-UNKNOWN = 1.0  # odds of a node of which its drafter says nothing
+UNKNOWN = 1.0  # odds of a node of which its drafter gives nothing
 
 PRIOR = 4.0  # observations that the drafter's own estimate is worth
 SLOWEST = 1 / 200  # least weight of an observation in the average of its class
@@ -33,12 +33,12 @@ MOST_SHIFT = 3.0
 FIRST_GAIN = 1.5  # tokens that the first ask of a source is taken to bring
 HORIZON = 32  # tokens over which catching up must pay; half of those that are left, where these are fewer
 TRUSTED = 16  # asks of all sequences that a new sequence's own are added to, at most
-QUICKEST = 0.08  # least weight of an ask in what asks for its sequence bring
-SHARED = 1 / 256  # least weight of an ask in what asks for all sequences bring
+QUICKEST = 0.08  # least weight of a call in what calls for its sequence bring
+SHARED = 1 / 256  # least weight of an ask in what calls for all sequences bring
 
 
 class Chances:
-    """How often nodes of each class were right, for one source of drafts."""
+    """Describe how often nodes of each class were right, for one source of drafts."""
 
     def __init__(self) -> None:
         middles = [EDGES[0] / 2, *((a * b) ** 0.5 for a, b in zip(EDGES, EDGES[1:], strict=False)), EDGES[-1] * 2]
@@ -79,7 +79,7 @@ def cell_of(log_chance: float, depth: int) -> int:
 
 @dataclass(slots=True)
 class AskGain:
-    """Moving averages of what asking a source brings, for one sequence or for all."""
+    """Moving averages of what calling a source brings, for one sequence or for all."""
 
     gain: float = FIRST_GAIN  # tokens of an ask beyond the price of their rows
     open: float = 1.0  # chance that the sources before it did not have the next token
@@ -94,12 +94,12 @@ class AskGain:
 
 
 class History:
-    """What is known of one sequence: its last proposal, the shift of its odds, and what asking each source brought.
+    """State of one sequence: its last proposal, the shift of its odds, and the gain of each source.
 
     Args:
         view: of the sequence.
         chances: by source mark, shared by all sequences.
-        sources: how many drafters may be asked for it.
+        sources: how many drafters may be called for it.
         step, rested: steps before its first one, and those of them at which nothing was drafted.
     """
 
@@ -114,8 +114,8 @@ class History:
         self.base = 0  # tokens of the text at the last proposal
         self.proposal: list[tuple[int, int, int, int, float]] = []  # token, parent, mark, class, chance of each node
         self.born, self.rested_before = step, idle_before
-        self.shared: abc.Sequence[AskGain] = ()  # by source: what asks for all sequences bring at this batch size
-        self.gains: list[AskGain] = []  # by source: those of the sequence; until it was asked for, the shared one
+        self.shared: abc.Sequence[AskGain] = ()  # by source: what calls for all sequences bring at this batch size
+        self.gains: list[AskGain] = []  # by source: those of the sequence; until it was requested, the shared one
         self.seen = [0] * sources  # tokens of the text that each source has processed
         self.asked_at = [-1] * sources  # step of the last ask
         self.begun = [False] * sources  # whether the last ask only prepared the next one
@@ -138,7 +138,7 @@ class History:
         return min(1.0, sum([self.chance(source, score, 1)[1] for score in log_scores]))
 
     def unscored(self, depth: int) -> list[float]:
-        """Return the chances of the paths of a chain of which its drafter says nothing, by depth."""
+        """Return the chances of the paths of a chain of which its drafter gives nothing, by depth."""
         return [*accumulate([self.chance(0, float("nan"), d)[1] for d in range(1, depth + 1)], mul)]
 
     def asks_left(self, source: int) -> float:
@@ -176,7 +176,7 @@ class History:
         self.proposal = []
 
     def propose(self, tree: TokenTree, b: int, scores: abc.Sequence[float] | None) -> tuple[list[float], int]:
-        """Keep a new proposal, tree ``b`` of a batch, until the text tells what it was worth.
+        """Keep a new proposal, tree ``b`` of a batch, until the text shows what it was worth.
 
         Args:
             scores: logs of its drafter's estimates of the paths; None: there are none, or none that may be used.

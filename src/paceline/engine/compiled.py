@@ -1,7 +1,7 @@
 """A pass and its verdict in one compiled call.
 
 In place of `passes.embed`, the layers, `read_logits` and the choices, which remain the reference: the same numbers are
-computed in the same order, and what comes out is equal. Sequences that take the likeliest token and those that sample
+computed in the same order, and the result is equal. Sequences that take the likeliest token and those that sample
 with temperature, top-k, top-p and min-p alone, within a grammar or not, have their choices made in the call; others
 choose from its logits.
 """
@@ -84,7 +84,7 @@ def _masks(p: Pass, count: int, vocab_size: int) -> Tensor | None:
     """Return [wanted, words] of every node's grammar; None: no sequence has one.
 
     All bits are set where there is none; none is where the grammar's parser failed: compiled code leaves that node to
-    the sampler, which says why.
+    the sampler, which states why.
     """
     samplers = [p.works[i].sequence.sampler for i in p.generating]
     if all(sampler.matcher is None for sampler in samplers):
@@ -105,7 +105,7 @@ def _masks(p: Pass, count: int, vocab_size: int) -> Tensor | None:
 
 
 def _room_for(tapped: Tapped, p: Pass, target: Decoder) -> NativeTaps:
-    """Return the rows whose states are taken, as compiled code is asked for them."""
+    """Return the rows whose states are taken, as compiled code is called for them."""
     rows = None if tapped.whole else tapped.rows(p)
     count, width = p.main_rows if rows is None else len(rows), target.config.d_model
     if len(tapped.layers) == 1:  # every tensor that is made takes microseconds

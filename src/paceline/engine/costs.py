@@ -30,7 +30,7 @@ DEPTH_RATE = 0.1  # least weight of a call in the passes that calls take
 RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
 LEVELS = 6  # passes that a draft takes, before any was seen
 NOISE = 0.1  # of a plain step's time, by which a mean of few steps may be off
-NEAR = 16  # tokens a sequence; a drafter that is further behind catches up, which is priced apart
+NEAR = 16  # tokens a sequence; a drafter that is further back catches up, which is priced separately
 FEW = 64  # tokens to catch up with, of which a call tells half of what they tell it of many
 # Of tables that are predicted:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
@@ -78,7 +78,7 @@ class CostTable:
 
 
 def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:
-    """Return the points, none below one before it: a pass over more rows is not cheaper, only noise says so.
+    """Return the points, none below one before it: a pass over more rows is not cheaper, only noise suggests it.
 
     Neighbours that say so share their mean (isotonic regression by pooling adjacent violators).
     """
@@ -188,7 +188,7 @@ class StepCosts:
         if kind is None:
             kind = self._kinds[key] = _Deviation(self._deviation(*key))
         kind.visits += 1
-        if len(self._first) < WINDOW and not extra:  # the first steps tell how far off the whole table is, however far
+        if len(self._first) < WINDOW and not extra:  # the first steps show how far off the whole table is, however far
             self._first.append(log)
             self._machine = median_low(self._first)
             return
@@ -198,7 +198,7 @@ class StepCosts:
         surprise = max(-most, min(most, median_low(kind.recent) - kind.log))
         if extra and surprise > 0 and len(kind.recent) < WINDOW:  # by accident, perhaps; then it would stay so
             return
-        # What a new kind costs says nothing of the machine; later surprises say little of the kind.
+        # What a new kind costs gives nothing of the machine; later surprises say little of the kind.
         self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
         kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise
 
@@ -251,18 +251,18 @@ class _Calls:
 
 
 class DraftCosts:
-    """What asking a drafter takes, learned call by call.
+    """Describe what calling a drafter takes, learned call by call.
 
-        ms = ask + level x passes + catch_up x tokens behind    of a drafter with a network
-        ms = ask x sequences + catch_up x tokens behind         of one that looks up
+        ms = ask + level x passes + catch_up x tokens back    of a drafter with a network
+        ms = ask x sequences + catch_up x tokens back         of one that looks up
 
     What calls take is learned by the number of sequences, from calls with little to catch up with (the last step's
-    tokens are part of every call); what a token behind costs, from the others.
+    tokens are part of every call); what a token back costs, from the others.
 
     Args:
         ask: ms of a look-up for one sequence, to begin with.
         level: ms of a network's pass, to begin with; 0: a look-up.
-        catch_up: ms of a token behind, to begin with.
+        catch_up: ms of a token back, to begin with.
     """
 
     def __init__(self, ask: float = 0.03, level: float = 0.0, catch_up: float = 0.002) -> None:
@@ -294,7 +294,7 @@ class DraftCosts:
         return self._usual(sequences).slope(self._level) if self.network else 0.0
 
     def predict(self, sequences: int) -> float:
-        """Return expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
+        """Return expected ms of a call for so many sequences, none of them far back, as deep as calls were lately."""
         usual = self._usual(sequences)
         if not self.network:
             return usual.ms * sequences / usual.sequences

@@ -69,7 +69,7 @@ class DraftVerifyRound:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """See `Round.sources`."""
+        """Implement `Round.sources`."""
         return () if self.drafter is None else self.drafter.spec.choices
 
     @property

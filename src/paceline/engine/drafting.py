@@ -17,14 +17,14 @@ from .verification import make_verifier
 
 log = logging.getLogger(__name__)
 
-REST_S = 60.0  # before a drafter that failed is asked again, doubled with every failure
+REST_S = 60.0  # before a drafter that failed is called again, doubled with every failure
 MOST_RESTS = 6  # doublings of it
 
 
 class GuardedDrafter:
     """Calls a drafter and checks its trees.
 
-    A drafter that fails is put aside for a while, and decoding goes on without it; a request whose own rules fail on
+    A drafter that fails is put aside for a while, and decoding continues without it; a request whose own rules fail on
     drafts is drafted for no more.
 
     Args:
@@ -40,7 +40,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter | None, verifier: str, vocab_size: int) -> None:
         self.drafter = drafter
         spec = None if drafter is None else drafter.spec
-        # Whether it heeds the floor: look-ups do not, and one that asks others tells each its own.
+        # Whether it respects the floor: look-ups do not, and one that asks others tells each its own.
         self._grows = spec is not None and not spec.parts and (spec.network or spec.in_pass)
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
         self._failures, self._why, self._rests_until = 0, "", 0.0
@@ -53,7 +53,7 @@ class GuardedDrafter:
 
     @property
     def past(self) -> int | None:
-        """See `Round.past`."""
+        """Implement `Round.past`."""
         return 0 if self.drafter is None or self.failure is not None else self.drafter.spec.past
 
     def propose(self, drafting: abc.Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
@@ -147,7 +147,7 @@ class GuardedDrafter:
     def _put_aside(self, error: Exception, sequences: abc.Sequence[Sequence] = ()) -> None:
         """Continue without the drafter: its fault must not cost a request.
 
-        It is asked again later, for what it failed on may have been one request's; what it has of these sequences is
+        It is called again later, for what it failed on may have been one request's; what it has of these sequences is
         dropped.
         """
         assert self.drafter is not None

@@ -104,7 +104,7 @@ class Engine:
         """Check a request and queue it.
 
         Args:
-            prompt_ids, params: what is asked.
+            prompt_ids, params: the request.
             request_id: its id; None: one is generated.
             prompt: its text, where text was given.
             application: whose adapters answer; None: the base model.
@@ -117,14 +117,14 @@ class Engine:
             deadline_s: seconds from now after which it ends between two steps with what it has, as "deadline".
             speculation: what is drafted for it; None: as for any.
             admitted: whether a lost engine had admitted it: a full queue does not refuse it.
-            store: whether it may be learned from, where anybody learns.
+            store: whether it may be learned from, where a learner runs.
 
         Returns:
             Its id.
 
         Raises:
             ConfigError: the prompt is empty, too long, holds an unknown id, the parameters do not fit the
-                vocabulary, there is no such application or source, what was said cannot have been, or a grammar
+                vocabulary, there is no such application or source, what was emitted cannot have been, or a grammar
                 cannot be read or met. Nothing is queued.
             CapabilityError: a choice of speculation that this round has not by request, or a grammar where there is
                 none to be had. Nothing is queued.
@@ -260,7 +260,7 @@ class Engine:
         self._drop(open_ones)
 
     def _expire(self) -> None:
-        """End the requests whose deadline has passed; the step tells of them."""
+        """End the requests whose deadline has passed; the step reports them."""
         now = perf_counter()
         self._timed = [live for live in self._timed if not live.finished]
         for live in self._timed:
@@ -282,7 +282,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in flight, or rows of one that has ended."""
+        """Return whether any request is in flight, or rows of one that has ended."""
         return bool(self.live) or self.round.busy
 
     # -- the loop
@@ -380,7 +380,7 @@ class Engine:
     def _recover(self) -> None:
         """Reset every request in flight to the tokens that were surely emitted, and queue all of them again.
 
-        Emitted tokens and the seed determine everything else, which is computed anew with the same result. So no state
+        Emitted tokens and the seed determine everything else, which is computed again with the same result. So no state
         that a step, an abort or a submission left half done (caches, queues, texts) is used.
         """
         old = [s for live in self.live.values() for s in live.sequences]
@@ -481,10 +481,10 @@ class Engine:
 
 
 def _say_again(sequence: Sequence, tokens: abc.Sequence[int]) -> None:
-    """Put tokens that were said before into a new sequence, which ends where they end it.
+    """Put tokens that were emitted before into a new sequence, which ends where they end it.
 
     Raises:
-        ConfigError: they go on behind its end.
+        ConfigError: they continue after its end.
     """
     wants = sequence.params.logprobs is not None
     count = sequence.emit(tokens, 0, [{} for _ in tokens] if wants else None) if tokens else 0

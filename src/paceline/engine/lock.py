@@ -7,7 +7,7 @@ from collections import deque
 
 
 class ReentryError(RuntimeError):
-    """A thread asked for a lock that it holds."""
+    """A thread requested a lock that it holds."""
 
 
 class FairLock:

@@ -30,7 +30,7 @@ class Emitter:
     def emit(self, p: Pass) -> None:
         """Set `Pass.emitted`; cuts `Pass.paths` to the emitted tokens.
 
-        A sequence whose own rules fail, here or in verification, ends with that error; the others go on.
+        A sequence whose own rules fail, here or in verification, ends with that error; the others continue.
         """
         p.emitted = [0] * len(p.works)
         for i in p.generating:
@@ -111,7 +111,7 @@ class Emitter:
 
 
 def source_name(spec: DrafterSpec | None, mark: int) -> str:
-    """Who proposed a node with this mark."""
+    """Return which source proposed a node with this mark."""
     names = () if spec is None else spec.sources or (spec.name,)
     return names[mark] if mark < len(names) else f"source {mark}"
 
@@ -119,7 +119,7 @@ def source_name(spec: DrafterSpec | None, mark: int) -> str:
 def logprobs_of(
     sequence: Sequence, logits: Tensor, tokens: abc.Sequence[int], paths: Tensor | None = None
 ) -> list[dict[int, Logprob]] | None:
-    """One entry a token, where the request asked for them.
+    """One entry a token, where the request includes them.
 
     Args:
         sequence: whose tokens they are.
@@ -136,7 +136,7 @@ def logprobs_of(
 
 
 def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, abc.Sequence[int]]]:
-    """Drafted nodes, and depths of accepted ones, by the name of who proposed them.
+    """Drafted nodes, and depths of accepted ones, by the name of the source.
 
     Args:
         spec: of the drafter.

@@ -33,7 +33,7 @@ from .verification import Verifier, choose_nodes, likeliest
 
 @dataclass(slots=True)
 class Span:
-    """Where one sequence's rows lie in the packed pass."""
+    """Describe where one sequence's rows lie in the packed pass."""
 
     start: int
     stop: int
@@ -189,7 +189,7 @@ def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
 
 
 def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
-    """Which main rows go through which application's adapters."""
+    """Return which main rows go through which application's adapters."""
     for work in p.works:
         if work.sequence.application is not None:
             break
@@ -221,7 +221,7 @@ def wanted_rows(p: Pass) -> list[int]:
 
 
 def chooses_plainly(p: Pass, verify: Verifier | None) -> bool:
-    """Whether all that is wanted is the likeliest token after each row."""
+    """Return whether all that is wanted is the likeliest token after each row."""
     views = [p.works[i].sequence for i in p.generating]
     return verify is None and all(s.sampler.plain and s.params.logprobs is None for s in views)
 
@@ -261,7 +261,7 @@ def record_prompt(sequence: Sequence, first: int, hidden: Tensor, target: Decode
     Args:
         sequence: whose text it is.
         first: position of the first of the rows.
-        hidden: [rows, d_model] states behind the last layer.
+        hidden: [rows, d_model] states after the last layer.
         target: reads them.
     """
     recorded = len(sequence.prompt_logprobs)  # of tokens 0 .. recorded - 1
@@ -287,7 +287,8 @@ def decide(p: Pass, verify: Verifier | None, chosen: abc.Sequence[int] | None = 
 
     Args:
         verify: decides on trees; None, and for bare roots: the target's own choices are followed.
-        chosen: the target's choices after all nodes, as far as compiled code made them; -1: the logits are to be asked.
+        chosen: the target's choices after all nodes, to the extent that compiled code made them; -1: the logits are to
+            be used.
     """
     begin = 0
     for i in p.generating:

@@ -25,7 +25,7 @@ AUTO: Literal["auto"] = "auto"
 START_PROMPT_ROWS = 64  # until a step with some was timed
 LEAST_PROMPT_ROWS = 16  # fewer cost a pass as much as these: a tile of the matrix products
 PROMPT_RATE = 1 / 4  # weight of a step in the running means
-SPARE_TOKENS = 32  # room for drafts behind a sequence's last token, where its place in the pool is chosen
+SPARE_TOKENS = 32  # room for drafts after a sequence's last token, where its place in the pool is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Scheduler:
         self._left = False  # whether the last step left a sequence waiting
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those that are as urgent."""
+        """Queue a sequence after those that are as urgent."""
         waiting = self.waiting
         if not waiting or _priority(waiting[-1]) <= _priority(sequence):
             waiting.append(sequence)
@@ -131,7 +131,7 @@ class Scheduler:
             self._left = bool(self.waiting)
         return self._with_drafts([s for s in self.running if id(s) in rows], rows, free_rows)
 
-    # -- a long prompt beside sequences that decode
+    # -- a long prompt next to sequences that decode
 
     def _begin_prompts(self) -> bool:
         """Begin the coming step's count of prompt rows; returns whether they are bounded: a sequence decodes."""
@@ -145,7 +145,7 @@ class Scheduler:
         return self._prompt_rows - self._granted
 
     def _grant(self, needed: int) -> int:
-        """How many of the ``needed`` rows of a prompt this step takes."""
+        """Return how many of the ``needed`` rows of a prompt this step takes."""
         assert self._granted is not None
         needed = min(needed, self._room())
         self._granted += needed
@@ -242,7 +242,7 @@ class Scheduler:
         return 0 if past is None else max(0, length - max(1, past))
 
     def _sibling_computes(self, sequence: Sequence) -> bool:
-        """Whether another sample of the same request is still computing prompt blocks that both can share."""
+        """Return whether another sample of the same request is still computing prompt blocks that both can share."""
         if sequence.sampler.sample_index == 0:
             return False
         size = self.pool.block_size
@@ -299,7 +299,7 @@ def _priority(sequence: Sequence) -> int:
 
 
 def parse_prompt_rows(value: Any) -> int | Literal["auto"] | None:
-    """Rows of prompts beside sequences that decode: a number, also as text, ``auto``, or None.
+    """Rows of prompts next to sequences that decode: a number, also as text, ``auto``, or None.
 
     Raises:
         ConfigError: none of these.

@@ -1,4 +1,4 @@
-"""States of a pass that its drafter asked for: which rows have them taken, and which of these it is shown.
+"""States of a pass that its drafter requested: which rows have them taken, and which of these it is shown.
 
 A step of a small model takes two milliseconds, and these functions run in every one of them.
 """
@@ -20,10 +20,10 @@ from .passes import Pass, Span
 class Tapped:
     """Rows of a pass whose states are taken: of each work all from a first one on. B works."""
 
-    layers: tuple[int, ...]  # behind which; as in `DrafterSpec.taps`
-    starts: list[int]  # [B] first row of the pass; behind the work's last one: none
+    layers: tuple[int, ...]  # after which; as in `DrafterSpec.taps`
+    starts: list[int]  # [B] first row of the pass; after the work's last one: none
     whole: bool  # all rows of the pass are taken
-    # By layer: states of the rows taken, one behind the other, or of all main rows of the pass; once they are there.
+    # By layer: states of the rows taken, one after the other, or of all main rows of the pass; once they are there.
     source: Mapping[int, Tensor] = field(default_factory=dict)
     apart: bool = False  # which of the two, where not all rows are taken
     ms: float = 0.0  # that taking them took

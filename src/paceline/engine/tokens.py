@@ -14,7 +14,7 @@ from ..core.request import TextStream
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
 CONTEXT_IDS = 8  # tokens in front of the next one that its text may depend on
-_BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
+_BROKEN = "\ufffd"  # what decoders write for bytes that are not a character, or not one yet
 _MOST_PARTS = 3  # tokens of a character that is incomplete: one of four bytes lacks its last
 _LONGEST = 7  # tokens after the last complete character that are decoded again for each
 _ANCHOR = "a"  # stands before a token whose own text is wanted
@@ -66,7 +66,7 @@ def _checked_text(text: object) -> str:
 
 def _encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
     try:
-        # Not verbose: the engine itself says when a prompt is too long, transformers would warn next to that.
+        # Not verbose: the engine itself states when a prompt is too long, transformers would warn next to that.
         return list(tokenizer.encode(text, verbose=False, **options))
     except Exception as error:  # tokenizers raise many kinds, plain Exception among them
         wrong = f"the tokenizer cannot encode it ({type(error).__name__}: {error})"
@@ -234,7 +234,7 @@ class AnswerText:
         return self._advance(text, len(text))
 
     def _begin(self, ids: list[int]) -> None:
-        """Go on after these tokens, whose text has been returned."""
+        """Continue after these tokens, whose text has been returned."""
         self._ids = ids  # the window
         self._whole = len(ids)  # tokens of the window after which no character is incomplete
         # The part of the window's text that was returned; the text of its whole tokens.

@@ -24,7 +24,7 @@ Verifier = abc.Callable[[abc.Sequence[Sequence], TokenTree, Tensor], list[Accept
 def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
     """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
 
-    Where its rules fail at the root, that is noted, and the rest goes on. Where they fail below it, where plain
+    Where its rules fail at the root, that is noted, and the rest continues. Where they fail below it, where plain
     decoding may never come, the root alone has a choice, and the nodes below have -1.
 
     Args:
@@ -86,7 +86,7 @@ class VerifierKind:
 
     @property
     def ids_depend_on_drafter(self) -> bool:
-        """Whether another drafter may give other ids, so that ``exact`` cannot hold."""
+        """Return whether another drafter may give other ids, so that ``exact`` cannot hold."""
         return self.needs_q or self.lossy
 
 

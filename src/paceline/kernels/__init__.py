@@ -11,7 +11,7 @@ A cached library is code that will run, so before it is opened
 - it must be whole: its name carries the sha256 of its content, and it gets that name in one step. A power cut or a full
   disk leaves no file under such a name, or one that fails the check and is compiled again; several processes that
   compile at once each put a whole file there.
-- it and its folder must belong to the user who runs this (to root only where root runs it), and nobody else may
+- it and its folder must belong to the user that runs this (to root only where root runs it), and nobody else may
   write to them. Otherwise torch's kernels are used, and a warning gives the remedy.
 
 Between the check and the opening only somebody who may write to that folder could change the file: by the second
@@ -47,7 +47,7 @@ SHIPPED = Path(__file__).parent / "compiled"  # the libraries of a wheel
 # "0": torch's kernels only; one of `LEVELS`: no instructions beyond it; "1": compiled for this processor.
 SWITCH = "PACELINE_NATIVE"
 COMPILE_SECONDS = 300
-# Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
+# Contraction is off: two instances of one template must not round differently; where it pays, the source requests it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 RULES_BYTES = ctypes.sizeof(abi.CRules)  # which `SequenceSampler.rules` packs
 # Levels of instructions in the order of `Isa` (kernels/simd.h): the compiler's flags, and the instructions that a

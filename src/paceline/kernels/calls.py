@@ -43,7 +43,9 @@ class TokenPass(NamedTuple):
     masks: Tensor | None = None  # [wanted, (vocab + 31) // 32] int32: bits of tokens that may follow; with ``rules``
 
     def packed(self, vocab: int, held: list[Any], riders: int = 0) -> array[int]:
-        """As compiled code reads it: an `abi.CTokenPass`, its spans and its numbers; last is room for the choices.
+        """Pack it as compiled code reads it: an `abi.CTokenPass`, its spans and its numbers.
+
+        Last is room for the choices.
 
         One array, because a pass of a small model takes about a millisecond, and ctypes would take 3% of it to set the
         same fields one by one. What else must stay alive is appended to ``held``.
@@ -106,13 +108,13 @@ _SLOTS, _PARENTS = _PASS.index("slots"), _SPAN.index("parents")
 class NativeTaps:
     """States that `Stack.decide` is to copy out of a pass."""
 
-    layers: tuple[int, ...]  # layers behind which states are copied, ascending
+    layers: tuple[int, ...]  # layers after which states are copied, ascending
     rows: Sequence[int] | None  # rows of the pass to copy; None: the first ones, as many as there is room for
     out: Tensor  # [layers, rows, d_model], or of one layer [rows, d_model], in the dtype of the states, to be filled
     ms: float = 0.0  # ms that copying took; set by the call
 
     def struct(self, width: int, dtype: torch.dtype, held: list[Any]) -> abi.CTaps:
-        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
+        """Pack it as compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
         out, shape, count = self.out, self.out.shape, len(self.layers)
         rows = shape[-2] if self.rows is None else len(self.rows)
         if shape != (count, rows, width) and not (count == 1 and shape == (rows, width)):
@@ -127,7 +129,7 @@ class NativeTaps:
 
 @cache
 def _after(layers: tuple[int, ...]) -> array[int]:
-    """How many layers a pass has run behind each of these layers."""
+    """Return how many layers a pass has run after each of these layers."""
     return array("q", [layer + 1 for layer in layers])
 
 
@@ -135,7 +137,7 @@ class Room:
     """Room for lists that compiled code makes, of a given number of entries.
 
     Args:
-        struct: is told where the lists lie.
+        struct: receives the addresses of the lists.
         most: entries of each list.
         fields: of the struct, each with the letter of `array` for its entries.
     """
@@ -146,7 +148,7 @@ class Room:
             setattr(struct, name, part.buffer_info()[0])
 
     def read(self, count: int) -> Any:  # list[list[int] | list[float]]
-        """Of each field the first so many entries."""
+        """Return the first so many entries of each field."""
         return [part[:count].tolist() for part in self._parts]
 
 
@@ -178,7 +180,8 @@ def pointer_to(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: tor
 
 
 # Torch moves 32,768 numbers and more by threads, which then spin for milliseconds on a core that the compiled layers
-# need: these find it taken, and go on with one thread for up to 0.4 seconds. So rows of a step are moved by these two.
+# need: these find it taken, and continue with one thread for up to 0.4 seconds. So rows of a step are moved by these
+# two.
 
 
 def pick(x: Tensor, rows: Sequence[int]) -> Tensor:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
-    """Where a continuation starts and when it ends; see `roll`."""
+    """Describe where a continuation starts and when it ends; see `roll`."""
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
     position: int  # of the first of them
@@ -54,7 +54,7 @@ def sparse_view(sinks: int, window: int, rotation: Rotation) -> abi.CSparseView:
 
 
 class TreeStart(NamedTuple):
-    """Where a draft tree starts and how far it may grow; see `grow`."""
+    """Describe where a draft tree starts and how far it may grow; see `grow`."""
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more; the last one is the root
     position: int  # of the first of them
@@ -133,7 +133,7 @@ def grow(
 
     Returns:
         The trees as `DraftModel` grows them level by level, nodes in its order; with ``fused`` the best nodes of
-        each, as many as its budget says.
+        each, as many as the budget states.
 
     Raises:
         ValueError: as `roll`; nothing was computed.
@@ -178,7 +178,7 @@ def _states_at(start: TreeStart | SampleStart, stack: Stack, held: list[Any]) ->
 
 
 class NativeFuse:
-    """How a row is made of a state and a token: ``struct Fuse`` of the kernels.
+    """Describe how a row is made of a state and a token: ``struct Fuse`` of the kernels.
 
     Args:
         both: [2d -> d] of [token, state].
@@ -205,7 +205,7 @@ class NativeFuse:
 
 
 def token_info(factors: Tensor, table: NativeLinear) -> abi.CTokenInfo:
-    """Return what tokens say about their children.
+    """Return what tokens imply for their children.
 
     Args:
         factors: [V, r] of every token, in the dtype of states.
@@ -352,7 +352,7 @@ class NativeHeads:
 
 
 class RingChain(NamedTuple):
-    """Where one sequence's chain starts; see `recall`."""
+    """Describe where one sequence's chain starts; see `recall`."""
 
     root: int
     position: int  # position of the root

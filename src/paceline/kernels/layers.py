@@ -1,10 +1,10 @@
 """A decoder's layers in one call: the compiled counterpart of `layers.Layer.run`.
 
 Used where it can run (float32, bf16, int8 or 4-bit weights on the CPU, SiLU or tanh GELU); everything else runs layer
-by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros: these add exactly 0
-to every sum.
+by layer on torch. Heads and a feed-forward width that are not a multiple of 16 are padded with zeros: these add exactly
+0 to every sum.
 
-A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost.
+A row's bits depend on that row and on the keys it sees alone, so what ``exact`` requests holds here at no cost.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Stack:
 
     @property
     def norm_at(self) -> tuple[int | None, float]:
-        """Where the weights of the final norm lie, float32 (None: there is none), and its eps."""
+        """Return where the weights of the final norm lie, float32 (None: there is none), and its eps."""
         return self._model.norm, self._model.eps
 
     def cut(self, hot: Tensor) -> None:
@@ -201,7 +201,7 @@ class Stack:
         """Return the choice after each of the wanted rows of a pass, from token ids on, in one call.
 
         It gives the same numbers as `run` and `logits`, without a tensor in between; ``taps`` are states that are
-        wanted beside the choices.
+        wanted next to the choices.
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that

@@ -15,7 +15,7 @@ class NgramTexts:
 
     Args:
         shortest, longest: tokens of an n-gram.
-        most: tokens beyond which the length of a match is not told apart.
+        most: tokens beyond which the length of a match is not distinguished.
 
     Raises:
         RuntimeError: nothing is compiled here (`kernels.library` is None), or these are not lengths.
@@ -84,7 +84,7 @@ class SuffixTexts:
     What it drafts is what `draft.suffix` does the long way, chains alone.
 
     Args:
-        shortest, longest: tokens of a run that counts, and that is told apart.
+        shortest, longest: tokens of a run that counts, and that is distinguished.
         reach: tokens drafted at most for each matched one.
         least: chance of a path below which it ends.
         remembered: of ended texts, tokens that are kept, in two generations: when the younger has half, the older goes.

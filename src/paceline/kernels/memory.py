@@ -19,7 +19,7 @@ LARGEST = 32 << 20  # bytes that are taken from the system at once, where a tens
 class Arena:
     """Tensors side by side in a few large pieces of memory, which live as long as a tensor in them.
 
-    Their pages are huge where the system grants that to who asks (Linux, transparent huge pages not "never").
+    Their pages are huge where the system grants that on request (Linux, transparent huge pages not "never").
     """
 
     def __init__(self) -> None:

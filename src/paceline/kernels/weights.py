@@ -25,7 +25,7 @@ Parts = Mapping[str, Sequence[StoredRows] | None]
 
 
 class Loaded(Protocol):
-    """What compiled layers need of a `decoder.Decoder` whose parameters are loaded."""
+    """Describe what compiled layers need of a `decoder.Decoder` whose parameters are loaded."""
 
     local: DecoderConfig  # the configuration of the layers that are loaded here
     ranks: Ranks | None
@@ -34,8 +34,8 @@ class Loaded(Protocol):
     quant: Quant | None
     normed: bool
     embedding: Tensor
-    norm: Norm | None  # None: embedding, norm and head are lent
-    head: Dense | None  # None: it is tied, or lent
+    norm: Norm | None  # None: embedding, norm and head are shared
+    head: Dense | None  # None: it is tied, or shared
 
     def in_order(self) -> list[Layer]:
         """Return every layer of a pass."""
@@ -52,7 +52,7 @@ class NativeWeights:
     Those in ``stored`` are in blocks, by the parameter's name. Embedding, norm and head are the lender's, if any.
 
     Raises:
-        CapabilityError: a final norm that is lent and rounds otherwise.
+        CapabilityError: a final norm that is shared and rounds otherwise.
     """
 
     head: NativeLinear

@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Which linear layers have an adapter, and how wide it is."""
+    """Describe which linear layers have an adapter, and how wide it is."""
 
     rank: int = 8
     alpha: float = 8.0  # the adapter's output is scaled by alpha / rank

@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         native: run the layers in compiled code (see `kernels.layers.Stack`); ``attention`` is then not asked.
         lender: whose embedding, final norm and head this network uses in place of own ones: a drafter's layers over
             its target's. Of the same width, vocabulary and dtype.
-        normed: beside a lender: the layers give normed states, which its head reads as they are.
+        normed: next to a lender: the layers give normed states, which its head reads as they are.
         ranks: of which this is one: parameters and cache are its share, and it computes with the others.
 
     Raises:
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
     def finish(self, stored: StoredWeights | None = None) -> Decoder:
         """Check that everything is loaded and turn the weights into their fastest form, one at a time.
 
-        Packed and int8 weights replace the plain ones. A tied head is packed beside the embedding table, which the
+        Packed and int8 weights replace the plain ones. A tied head is packed next to the embedding table, which the
         look-up needs as it is: vocab_size * d_model elements are then held twice, but where it is in blocks: ``stored``
         has such weights by the parameter's name.
         """
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
 
     @property
     def head_product(self) -> LinearOp:
-        """The product of the output head, own or lent."""
+        """The product of the output head, own or shared."""
         product = self._head if self.lender is None else self.lender.head
         if product is None:
             raise RuntimeError("the decoder was not finished: call finish() once its weights are loaded")
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
     def whole_run(
         self, batch: Batch, cache: KVCache, read: int, choice_rows: Sequence[int], adapters: Sequence[AdapterRange] = ()
     ) -> AbstractContextManager[None]:
-        """Return what a pass over all layers is inside of, so that other ranks hear of it at once.
+        """Return what a pass over all layers is inside of, so that other ranks learn of it at once.
 
         The pass goes from `embed` to `best` or ``read`` of the rows ``choice_rows``.
         """
@@ -313,7 +313,7 @@ class Decoder(nn.Module):
         return logits if self._hot is None else masked(logits, self._hot)
 
     def best(self, hidden: Tensor) -> Tensor:
-        """[rows] int64: the first of the likeliest tokens behind any hidden states [rows, d_model]."""
+        """[rows] int64: the first of the likeliest tokens after any hidden states [rows, d_model]."""
         if self.ranks is None:
             return likeliest(self.read(hidden))
         with self._reading(self.ranks, hidden, BEST):
@@ -336,7 +336,7 @@ class Decoder(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _rotations(self, state: ForwardState) -> list[tuple[Tensor, Tensor] | None]:
-        """Of each table cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""
+        """Return, for each table, cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""
         if self not in state.rope:
             state.rope[self] = self._rope.rows(state.positions)
         return state.rope[self]
@@ -356,7 +356,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What a drafter may know about the target before the first forward pass."""
+    """Describe what a drafter may know about the target before the first forward pass."""
 
     name: str
     num_layers: int

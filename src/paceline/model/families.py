@@ -190,7 +190,7 @@ def _tracks(f: Fields) -> DecoderConfig:
 
 
 def _one_window(usual: int | None, f: Fields) -> DecoderConfig:
-    """Mistral and Phi-3: all layers see as far as each other, ``usual`` where the file does not say."""
+    """Mistral and Phi-3: all layers see equally far, ``usual`` where the file does not say."""
     return _rotary_family(f, windows=(f.optional_integer("sliding_window", usual),) * f.layers())
 
 
@@ -334,7 +334,10 @@ def _activation(f: Fields, name: str, default: str) -> Activation:
 
 
 def _layered_windows(f: Fields, usual: list[str] | None = None) -> tuple[int | None, ...]:
-    """Which layers slide is listed, or as ``usual``; None is Qwen's rule: those from ``max_window_layers`` on."""
+    """Return the layers that slide: listed, or as ``usual``.
+
+    None is Qwen's rule: those from ``max_window_layers`` on.
+    """
     window = f.optional_integer("sliding_window", 4096) if f.flag("use_sliding_window", False) else None
     if usual is None:
         first = f.integer("max_window_layers", 28, minimum=0)

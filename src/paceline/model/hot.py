@@ -30,7 +30,7 @@ _REMEDY = "restore the file, or remove it: all tokens are drafted then"
 
 
 def hot_share() -> float:
-    """Return the field of a recipe's options that says how much of the vocabulary is hot."""
+    """Return the field of a recipe's options that states how much of the vocabulary is hot."""
     share: float = option(
         0.0, help="share of the vocabulary, most frequent first, that is drafted; 0: all of it", minimum=0, below=1
     )
@@ -93,7 +93,7 @@ def cut_head(
 ) -> NativeLinear:
     """Return the head of a compiled model over hot ``tokens`` [H] int64, ascending, alone, which becomes the model's.
 
-    Next to bf16 states its weights are bytes, or what is asked. ``head`` is the whole one.
+    Next to bf16 states its weights are bytes, or as requested. ``head`` is the whole one.
     """
     rows = hot_rows(head, tokens, model.d_model, dtype).to(dtype)
     bits = "int8" if quant is None or quant == "stored" else quant

@@ -45,7 +45,7 @@ Span = tuple[int, int]  # the first, and one past the last
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has of a network.
+    """Describe what one rank has of a network.
 
     Args:
         config: of the network.
@@ -85,7 +85,7 @@ class Share:
 
     @property
     def plan(self) -> Mapping[str, str]:
-        """How each weight is divided."""
+        """Return how each weight is divided."""
         return {**PLAN, "out": COLWISE, "down": COLWISE} if self.by_outputs else PLAN
 
     @cached_property
@@ -111,7 +111,7 @@ class Share:
         return self.rank * width // self.count, (self.rank + 1) * width // self.count
 
     def outputs(self, weight: str) -> list[Span]:
-        """Rows of a whole weight that are its own, one range behind the other."""
+        """Rows of a whole weight that are its own, one range after the other."""
         c, hd = self.config, self.config.head_dim
         if weight in ("embedding", "head"):
             return [self.vocabulary]
@@ -153,7 +153,7 @@ class Share:
         return pieces
 
     def absent(self, name: str) -> bool:
-        """Whether a parameter is another rank's alone, and zero here."""
+        """Return whether a parameter is another rank's alone, and zero here."""
         weight, bias = weight_of(name)
         return bias and self.rank > 0 and self.plan.get(weight) == ROWWISE
 
@@ -167,7 +167,7 @@ class Share:
 
 
 def by_outputs(exact: bool, quant: Quant | None) -> bool:
-    """Whether ranks divide all weights by their outputs."""
+    """Return whether ranks divide all weights by their outputs."""
     return exact or quant is not None
 
 
@@ -208,12 +208,12 @@ class Run:
     read: int
     parts: list[Rows]
     embeds: bool  # whether the rows begin as tokens; else as states
-    # int64, one behind the other, and how many of each: tokens, positions and slots of the rows, keys that lie in no
-    # piece and positions of blocks, one part's behind the other, rows that are read (none: all). One tensor, since each
+    # int64, one after the other, and how many of each: tokens, positions and slots of the rows, keys that lie in no
+    # piece and positions of blocks, one part's after the other, rows that are read (none: all). One tensor, since each
     # costs a message 30 us.
     numbers: Tensor
     counts: list[int]
-    visible: Tensor  # [..] bool masks, one part's behind the other
+    visible: Tensor  # [..] bool masks, one part's after the other
     hidden: Tensor  # [rows, d_model]; empty where tokens are embedded
     # What rank 0's line adds.
     epoch: int = 0
@@ -225,7 +225,7 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Of the pass."""
+        """Return the number of rows of the pass."""
         return max(1, self.counts[0], len(self.hidden))
 
     def lists(self) -> Sequence[Tensor]:
@@ -258,7 +258,7 @@ def run_of(
     read: int = NOTHING,
     choice_rows: Tensor = _NONE,
 ) -> Run:
-    """Return a run; ``state`` says where its rows' K and V go and what they see."""
+    """Return a run; ``state`` states where its rows' K and V go and what they see."""
     segments: Sequence[Segment] = [] if state is None else state.attn.segments
     keys = [s.keys[: s.num_keys] for s in segments if not isinstance(s.keys, slice)]
     masks = [s.visible.reshape(-1) for s in segments if s.visible is not None]

@@ -20,7 +20,7 @@ _TABLE_BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Which rotation a family uses."""
+    """Describe which rotation a family uses."""
 
     dim: int  # rotated dimensions of a head, the first ones; the others pass
     theta: float = 10000.0

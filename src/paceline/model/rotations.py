@@ -1,7 +1,7 @@
 """Which rotation a ``config.json`` describes: `RopeConfig` of every kind of layer.
 
 Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
-A file may have both; what is said twice must agree.
+A file may have both; repeated values must agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..core.errors import CapabilityError, ConfigError
 from .config_fields import RESTORE, Fields, Json, bad, check_integer, check_number, contradiction
 from .rope import RopeConfig
 
-Rope = tuple[RopeConfig, int, str]  # the rotation, positions it is right for, why these are fewer than is said
+Rope = tuple[RopeConfig, int, str]  # the rotation, positions it is right for, why these are fewer than the file states
 
 # By type, parameters that must be given. Dynamic NTK turns every frequency once a sequence outgrows the context, keys
 # already cached included. Up to there it is the plain rotation; beyond, a key would depend on tokens after it, which no

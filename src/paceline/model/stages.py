@@ -76,7 +76,7 @@ class StageRows:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What goes from stage to stage in one tick."""
+    """Describe what goes from stage to stage in one tick."""
 
     epoch: int
     parts: Sequence[StageRows]
@@ -91,10 +91,10 @@ class Frame:
 
 
 class Survivors:
-    """What a stage knows of a request's verdicts, which may come late and in any order: the newest one tells all.
+    """Verdicts of a request at a stage, which may come late and in any order: the newest one has all.
 
     A node that a later verdict left was left by the earlier ones, so an older verdict that comes after a newer one
-    says nothing new. Nodes that entered after a verdict are none of its business. One thread may tell while another
+    gives nothing new. Nodes that entered after a verdict are none of its business. One thread may tell while another
     looks at rows: a verdict's version and nodes are taken as one.
     """
 
@@ -186,7 +186,7 @@ class Stage:
         return replace(frame, hidden=hidden)
 
     def pruned(self, frame: Frame) -> Frame:
-        """Without rows that are of no use, as far as the stage was told."""
+        """Drop the rows that the stage knows to be of no use."""
         parts: list[StageRows] = []
         rows_left: list[int] = []
         begin = 0
@@ -294,14 +294,14 @@ class StagesInTurn:
         self._held: list[Frame | None] = [None] * self.count
 
     def tick(self, entering: Frame | None) -> Frame | None:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         self._held[0] = entering
         done = self.compute(self._held)
         self._held = [None, *done[:-1]]
         return done[-1]
 
     def rest(self) -> bool:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         return False
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
@@ -310,17 +310,17 @@ class StagesInTurn:
         return [None if frame is None else stage.run(frame) for stage, frame in pairs]
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         for stage in self.stages:
             stage.tell(request, version, alive)
 
     def close(self, request: int) -> None:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         for stage in self.stages:
             stage.close(request)
 
     def clear(self) -> int:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         self._held = [None] * self.count
         epoch = self.stages[0].epoch + 1
         for stage in self.stages:

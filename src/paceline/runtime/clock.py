@@ -20,7 +20,7 @@ class Clock(Protocol):
         ...
 
     def sleep_until(self, when: float) -> None:
-        """Wait for a time; one that has gone by is no wait."""
+        """Wait for a time; one that has gone by is not waited for."""
         ...
 
 

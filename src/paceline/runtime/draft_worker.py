@@ -120,7 +120,7 @@ def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int
     info = TargetInfo.of(source.name, source.shape, source.dtype, source.tokenizer(texts=False))
     drafter.bind(info, config.max_sequences, pool_tokens, parse_device(device))
 
-    @cache  # with the first grammar: a drafter that no request asks for one is back sooner after its process has died
+    @cache  # with the first grammar: a drafter without a request for one is back sooner after its process has died
     def grammars() -> Grammars:
         return Grammars(source.tokenizer(), source.shape.vocab_size, source.shape.eos_ids)
 

@@ -1,11 +1,11 @@
-"""Draft sessions in another process: the messages, who serves them, and who asks.
+"""Draft sessions in another process: the messages, their server and their client.
 
     Open, Update    as of `draft.sessions.DraftSessions`; they have no answer
     Grow          is answered by a `Grew` a level
 
-A growth of several levels goes on by itself, a level a pass. Messages come first: what one of them says of a sequence
+A growth of several levels continues by itself, a level a pass. Messages come first: its content for a sequence
 calls off the levels that are left of it, so that a rollout ends with the verdict (Mirror Speculative Decoding, section
-3.1). Every growth ends with a `Grew` that says so.
+3.1). Every growth ends with a `Grew` that states this.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Grow:
     """Grow the trees of several sequences."""
 
     ticket: int  # of the asker's
-    asks: list[Ask]  # the first level; ``most`` says how far it goes on below each node
+    asks: list[Ask]  # the first level; ``most`` states how far it continues below each node
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class DraftService(Service):
         self._growths: deque[LocalGrowing] = deque()
 
     def handle(self, message: Any) -> Iterable[Any]:
-        """Do what a message says; growths are left for `work`."""
+        """Do what a message states; growths are left for `work`."""
         if isinstance(message, Grow):
             self._growths.append(LocalGrowing.of(message.asks, [ask.most for ask in message.asks], message.ticket))
         elif isinstance(message, Open):
@@ -157,18 +157,18 @@ class DraftService(Service):
         return self.sessions.grow(asks) if asks else []
 
 
-# -- who asks
+# -- the client
 
 
 class DraftsLost(PacelineError):
-    """The drafter's worker is gone, late, or says what it should not: all sessions are lost.
+    """The drafter's worker is gone, late, or states what it should not: all sessions are lost.
 
-    They may be opened anew when `RemoteSessions.ready` says so.
+    They may be opened again when `RemoteSessions.ready` returns true.
     """
 
 
 class RemoteSessions:
-    """`DraftSessions` that a worker serves, and that go on by themselves (`AsyncSessions`).
+    """`DraftSessions` that a worker serves, and that continue by themselves (`AsyncSessions`).
 
     Nothing waits but `grow` and `wait`: all else is a message that is sent, or what came meanwhile.
 
@@ -180,7 +180,7 @@ class RemoteSessions:
     def __init__(self, worker: Remote, patience_s: float = 5.0) -> None:
         self._worker, self._patience_s = worker, patience_s
         self._tickets = count(1)
-        self._growing: dict[int, LocalGrowing] = {}  # as far as they are known, by ticket
+        self._growing: dict[int, LocalGrowing] = {}  # to the extent that they are known, by ticket
 
     def ready(self) -> bool:
         """Return whether sessions may be opened and used; look after the worker in passing.
@@ -191,27 +191,27 @@ class RemoteSessions:
         return self._worker.poll()
 
     def open(self, opening: Opening) -> None:
-        """See `DraftSessions`; this and all that follows raises `DraftsLost`."""
+        """Implement `DraftSessions`; this and all that follows raises `DraftsLost`."""
         self._send(Open.of(opening))
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`; calls off what is left of growths of the sequence."""
+        """Implement `DraftSessions`; calls off the rest of growths of the sequence."""
         self._send(Update("reroot", (key, node)))
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`; calls off what is left of growths of the sequence."""
+        """Implement `DraftSessions`; calls off the rest of growths of the sequence."""
         self._send(Update("commit", (key, [*tokens])))
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._send(Update("close", (key,)))
 
     def forget(self) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._send(Update("forget", ()))
 
     def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
-        """See `DraftSessions`; waits for one level."""
+        """Implement `DraftSessions`; waits for one level."""
         growing = self.begin(asks)
         self.wait(growing)
         (level,) = growing.levels

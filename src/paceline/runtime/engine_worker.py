@@ -1,7 +1,7 @@
 """An engine in a process of its own: from the options of an `LLM` to a worker that answers requests.
 
-The text of answers is made here, not by who asks: stop strings are found in text, so the engine needs it anyway, and it
-costs about 2 us of a token, less than a second detokenizer and its agreement with this one would.
+The text of answers is made here, not by the client: stop strings are found in text, so the engine needs it anyway, and
+it costs about 2 us of a token, less than a second detokenizer and its agreement with this one would.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
     warm(llm)
     engine_service = EngineService(llm)
     gc.collect()
-    gc.freeze()  # no later collection looks at what is there now: 150 ms in which no stream would go on
+    gc.freeze()  # no later collection looks at what is there now: 150 ms in which no stream would continue
     return engine_service
 
 
@@ -129,7 +129,7 @@ class EngineService(Service):
         try:
             grammar, grammars = Grammar.read(submission.params.get("grammar")), self._engine.grammars
         except ConfigError:
-            return False  # `_submit` says so
+            return False  # `_submit` states this
         if grammar is None or grammar in grammars:
             return False
 

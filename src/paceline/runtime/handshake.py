@@ -13,7 +13,7 @@ from ..core.errors import CapabilityError
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What both sides must agree in; an empty fact does not matter."""
+    """Describe what both sides must agree in; an empty fact does not matter."""
 
     weights: str = ""  # fingerprint of the checkpoint (`weights.files.fingerprint`), and its layers
     vocabulary: str = ""  # of token ids and their pieces

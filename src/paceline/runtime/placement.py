@@ -13,7 +13,7 @@ from ..core.options import written
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one worker runs; validated on construction.
+    """Describe where one worker runs; validated on construction.
 
     Raises:
         ConfigError: cores that this process may not use, or more threads than cores.

@@ -2,7 +2,7 @@
 
 Run        a pass, or a part of one; has no answer but what the ranks join
 Adapter    adapters that later runs name
-Clear      another epoch begins; the rank says the same back
+Clear      another epoch begins; the rank replies with the same
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RankService(Service):
 
     @inference
     def handle(self, message: Any) -> Iterable[Any]:
-        """Do what a message says."""
+        """Do what a message states."""
         if isinstance(message, Clear):
             self._epoch = message.epoch
             self._caches.clear()

@@ -58,7 +58,7 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
 
 
 def start_tracks(config: LLMConfig, source: Source) -> Ranks:
-    """Start the other tracks of a draft, a track a process. They join apart from the target's ranks.
+    """Start the other tracks of a draft, a track a process. They join separately from the target's ranks.
 
     Raises:
         CapabilityError: as of `start_ranks`.

@@ -40,7 +40,7 @@ class RankWorkers(Workers):
         super().__init__(workers)
         self.joins, self._limit, self._all = joins, HangLimit(), range(len(workers))
         self.runs = 0  # that came through
-        self._epoch, self._clear = 0, True  # whether the ranks are to be told the epoch
+        self._epoch, self._clear = 0, True  # whether the ranks are to be sent the epoch
         self._begun = False  # a run, which has not come through
         self._rows, self._began = 0, 0.0  # of the run under way
         self._numbers, self._dropped, self._moves = count(), list[int](), list[tuple[int, list[int], list[int]]]()
@@ -48,13 +48,13 @@ class RankWorkers(Workers):
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
 
     def wait_ready(self) -> None:
-        """See `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
+        """Implement `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
         while any(worker.line is None for worker in self.workers):
             with suppress(WorkerRestarted):
                 super().wait_ready()
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
-        """See `RankLine`; a run that was begun and broken off is lost, too."""
+        """Implement `RankLine`; a run that was begun and broken off is lost, too."""
         if self._begun:
             self._begun, self._clear = False, True
             raise WorkerRestarted("a pass of ranks was broken off")
@@ -77,14 +77,14 @@ class RankWorkers(Workers):
         self.joins.wait(self._limit.seconds(self._rows))
 
     def done(self) -> None:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         self._limit.note(self._rows, time.monotonic() - self._began)
         self._before.clear()
         self._begun = False
         self.runs += 1
 
     def lost(self) -> PacelineError:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         waited, self._begun, self._clear = time.monotonic() - self._began, False, True
         late = [i for i in self._all if not self.joins.came(i + 1)]
         self.joins.begin(lost=1)
@@ -101,11 +101,11 @@ class RankWorkers(Workers):
         return WorkerRestarted("a rank was lost")
 
     def follow(self, pool: KVPool) -> None:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         pool.store = self.followed(pool.tensors, pool)
 
     def followed(self, store: KVStore, cache: KVCache) -> SlotStore:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         return _Followed(store, self, self._number(cache))
 
     # -- what a run names
@@ -132,7 +132,7 @@ class RankWorkers(Workers):
     # -- faults
 
     def on_lost(self) -> None:
-        """See `Workers`."""
+        """Implement `Workers`."""
         self._begun, self._clear = False, True
 
     def _ready(self) -> None:

@@ -45,7 +45,7 @@ _ACTOR: Any = ray.remote(WorkerActor)
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What one process gets of a host."""
+    """Describe what one process gets of a host."""
 
     cores: int
     gpus: int
@@ -67,11 +67,11 @@ def connect(cluster: ClusterConfig, insecure: bool) -> str:
 
     Args:
         cluster: which.
-        insecure: it may ask nobody for a token.
+        insecure: it may work without a token.
 
     Raises:
         ConfigError: no cluster is there, or one of another version of Ray or Python; a token that it does not take.
-        CapabilityError: it asks nobody for a token, or this process has none, unless that is said to be wanted.
+        CapabilityError: it needs no token, or this process has none, unless that is requested.
     """
     subject = f"cluster={cluster.address!r}"
     if not insecure and os.environ.get("RAY_AUTH_MODE") != "token":
@@ -191,7 +191,7 @@ def _has(has: Mapping[str, float]) -> str:
 
 
 class Reservation:
-    """Room for a model's workers, one after the other, and for who asks; given back with this object.
+    """Room for a model's workers, one after the other, and for the client; given back with this object.
 
     Args:
         cluster: which, and how workers are placed.

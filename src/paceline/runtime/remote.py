@@ -37,7 +37,7 @@ class WorkerFailed(PacelineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a worker is waited for, and how it is started again; in seconds."""
+    """Describe how long a worker is waited for, and how it is started again; in seconds."""
 
     start_s: float = 120.0  # from its start to its hello
     silent_s: float = 10.0  # without a heartbeat, after which it is taken for dead
@@ -49,7 +49,7 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What a worker is to be."""
+    """Describe what a worker is to be."""
 
     name: str
     service: str  # "module:function" that makes a `Service`; called with ``device`` and the options
@@ -59,7 +59,7 @@ class WorkerSpec:
     placement: Placement = field(default_factory=Placement)
 
     def begin(self, line: str = "", beats: str = "", beat_s: float = 0.0) -> Begin:
-        """Return what its process is told; see `Begin`."""
+        """Return what its process is sent; see `Begin`."""
         where = self.placement
         return Begin(self.name, self.service, dict(self.options), [*where.cores], where.device, line, beats, beat_s)
 
@@ -101,7 +101,7 @@ Launch = Callable[[WorkerSpec, float], Handle]  # of a worker, and the seconds b
 
 
 class LocalHandle(Handle):
-    """A worker in a process of this host; ``process``: one that waits to be told what it is."""
+    """A worker in a process of this host; ``process``: one that waits for its task."""
 
     def __init__(self, spec: WorkerSpec, beat_s: float, process: subprocess.Popen[bytes] | None = None) -> None:
         super().__init__(spec, beat_s)
@@ -110,17 +110,17 @@ class LocalHandle(Handle):
         _tell(self._process, self.begin)
 
     def poll(self) -> int | None:
-        """See `Handle`."""
+        """Implement `Handle`."""
         return self._process.poll()
 
     def end(self) -> None:
-        """See `Handle`."""
+        """Implement `Handle`."""
         super().end()
         _kill(self._process)
 
 
 def _process(spec: WorkerSpec) -> subprocess.Popen[bytes]:
-    """Start a process that waits to be told what it is."""
+    """Start a process that waits for its task."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "paceline.runtime.begin"],
         stdin=subprocess.PIPE,

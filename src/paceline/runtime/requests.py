@@ -23,7 +23,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an engine serves, and all that is needed to make ids of text without its process."""
+    """Describe what an engine serves, and all that is needed to make ids of text without its process."""
 
     model: str
     max_model_len: int
@@ -52,7 +52,7 @@ class Submit:
     resume_tokens: list[list[int]] = field(default_factory=list)  # by sample, of a lost engine; not sent again
     shows: Literal["", "origins", "steps"] = ""  # what chunks have in `Shown`
     admitted: bool = False  # by an engine that was lost: a full queue does not refuse it
-    store: bool = True  # whether it may be learned from, where anybody learns
+    store: bool = True  # whether it may be learned from, where a learner runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class Rejected:
     subject: str
     wrong: str
     remedy: str
-    full: bool = False  # as many requests wait as may: it may be asked again
+    full: bool = False  # the queue is full: send it again later
 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What a step brought: chunks without origins and prompt; outputs have neither prompt nor samples."""
+    """Describe what a step brought: chunks without origins and prompt; outputs have neither prompt nor samples."""
 
     chunks: list[Chunk]
 

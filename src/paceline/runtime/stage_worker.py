@@ -96,7 +96,7 @@ def with_cut(config: LLMConfig, source: Source) -> LLMConfig:
         wrong = "what other hosts take is not measured"
         raise ConfigError(f"cluster={shown(config.cluster)} with layers=auto", wrong, "name the layers of each stage")
     count, width = source.shape.num_layers, chosen.width
-    even_cuts(count, split.stages)  # says now what is wrong with their number
+    even_cuts(count, split.stages)  # raises now if their number is wrong
     layer, head = _timed(config, source, place(split, config.device)[-1].num_threads, (1, width))
     rows = [width ** (1 - stage / max(1, split.stages - 1)) for stage in range(split.stages)]
     slope = (layer[width] - layer[1]) / max(1, width - 1)

@@ -33,7 +33,7 @@ _REPEAT = "name another --out, or repeat the first command's settings"
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """Which prompts are taken, and how they are answered."""
+    """Describe which prompts are taken, and how they are answered."""
 
     limit: int | None = option(None, help="most prompts of each file; default: all", minimum=1)
     piece: int = option(384, help="most tokens of prompt and answer together", minimum=8, flag="--length")
@@ -79,7 +79,7 @@ def write(
         target: fingerprint of who answers.
         batch: prompts handed over together: many more than are answered at a time, since the last ones wait for the
             longest answer.
-        say: told now and then how far it is.
+        say: called from time to time with the progress.
 
     Raises:
         ConfigError: another target or other settings made the file, or it cannot be written.
@@ -121,7 +121,7 @@ def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, A
 
 
 def sidecar(path: Path) -> Path:
-    """Return the file next to ``path`` that says what made it."""
+    """Return the file next to ``path`` that states what made it."""
     return path.with_name(f"{path.name}.json")
 
 

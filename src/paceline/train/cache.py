@@ -1,12 +1,12 @@
-"""What the target says after every token of the data, on disk: a run that finds it needs no target.
+"""What the target computes after every token of the data, on disk: a run that finds it needs no target.
 
 Kept are its likeliest next tokens, and for drafters that read states its last hidden states, too.
 
-What a target says after a token depends on the token's document alone, not on the row, step or run that takes it. So
+The target's outputs after a token depend on the token's document alone, not on the row, step or run that takes it. So
 a cache holds documents: a folder for each source, in it one record for each token, at the place that the token has in
-the source. A document is scored when the first run needs it, as far as that run reads it, and never again; files have
-holes where nothing was asked for yet. A document counts as scored once that is written after its records, so that a
-run that ends at any point leaves a cache to continue with.
+the source. A document is scored when the first run needs it, to the extent that that run reads it, and never again;
+files have holes where nothing was requested yet. A document counts as scored once that is written after its records, so
+that a run that ends at any point leaves a cache to continue with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .losses import TargetTop
 from .scoring import Scorer
 
 MADE, RECORDS, SCORED = "made.json", "records.bin", "scored.bin"
-REPORTS = 10  # how often it is said how far the scoring is
+REPORTS = 10  # how often it is reported how far the scoring is
 BATCH_TOKENS = 8192  # scored at a time
 
 
@@ -69,7 +69,7 @@ Wish = tuple[int, int, np.ndarray]
 
 
 class TopCache:
-    """Likeliest tokens and, where asked for, last states by document, for the sources of a run; others' may lie in the
+    """Likeliest tokens and, where requested, last states by document, for the sources of a run; others' may lie in the
     folder.
 
     Args:
@@ -116,7 +116,7 @@ class TopCache:
         batches: Iterable[TokenBatch],
         say: Callable[[str], None],
     ) -> None:
-        """Score what the run reads in all of its batches and the cache lacks; how much it takes is said before a byte
+        """Score what the run reads in all of its batches and the cache lacks; the space needed is logged before a byte
         is written. The scorer is made where something is to be scored.
 
         Raises:
@@ -172,7 +172,7 @@ class TopCache:
     # -- reading
 
     def targets(self, batch: TokenBatch) -> TargetTop:
-        """As `Features.targets`.
+        """Override `Features.targets`.
 
         Raises:
             ConfigError: the cache has lost what a token needs.
@@ -183,7 +183,7 @@ class TopCache:
         return TargetTop(ids, torch.from_numpy(records["log_probs"].astype(np.float32)).to(device))
 
     def states(self, batch: TokenBatch) -> Tensor:
-        """As `Features.states`.
+        """Override `Features.states`.
 
         Raises:
             ConfigError: the cache has lost what a token needs.
@@ -262,7 +262,7 @@ def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
 
 
 def _write(path: Path, at: int, data: bytes) -> None:
-    """Write plainly, not through a mapping: a full disk is then an error that can be told, and not a bus fault."""
+    """Write plainly, not through a mapping: a full disk is then an error that can be reported, and not a bus fault."""
     with path.open("r+b" if path.is_file() else "w+b") as handle:
         handle.seek(at)
         handle.write(data)

@@ -24,7 +24,7 @@ _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # elements of a chunk's logits: 8
 RowLoss: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, ...]]"
 
 
-# -- what the target says
+# -- outputs of the target
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,10 @@ class SourceSpec:
         return self.domain or Path(self.file).name.split(".")[0]
 
     def learned(self, examples: Sequence[Example]) -> list[Example]:
-        """Return its examples as far as they are learned. Their places in a cache, which holds whole ones, stay."""
+        """Return its examples to the extent that they are learned.
+
+        Their places in a cache, which holds whole ones, stay.
+        """
         most = self.answer_tokens
         if most is None:
             return list(examples)
@@ -147,7 +150,7 @@ def sha256(path: Path) -> str:
 
 
 def mark(file: str) -> str:
-    """Return what tells a source's content apart: a file's hash; of `STDLIB` the version of the interpreter."""
+    """Return what distinguishes a source's content: a file's hash; of `STDLIB` the version of the interpreter."""
     return ".".join(map(str, sys.version_info[:3])) if file == STDLIB else sha256(Path(file))
 
 
@@ -190,7 +193,7 @@ class Encoder:
     def _answered(self, record: dict[str, Any]) -> list[Example]:
         """Return ids as the target read and chose them; an answer that is too long is cut."""
         first, last = record["prompt_tokens"], record["completion_tokens"]
-        text = record["prompt"]  # of ids alone nothing is told
+        text = record["prompt"]  # ids alone have none
         if max(first, default=0) >= len(self.tokenizer) or (text and self.tokenizer.decode(first) != text):
             remedy = "make them again, with this target"
             raise ConfigError("answers with token ids", "another tokenizer made them", remedy)
@@ -293,7 +296,7 @@ class Mixture:
         self._orders: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sources)
 
     def draw(self) -> Example:
-        """Return the next example: of the source that is furthest behind its share."""
+        """Return the next example: of the source that is furthest below its share."""
         total = self._drawn.sum() + 1.0
         source = int(np.argmax(self.shares - self._drawn / total))
         example = self.sources[source][self._index(source)]

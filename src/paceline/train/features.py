@@ -20,7 +20,7 @@ EVALUATED_LOGITS = 2**24  # elements held at a time by evaluations: a head is re
 
 
 class Features(Protocol):
-    """Where a recipe learns what the target says."""
+    """Describe where a recipe learns what the target emits."""
 
     def targets(self, batch: TokenBatch) -> TargetTop:
         """Return the target's likeliest tokens after those of ``batch`` that carry weight, row by row."""
@@ -43,13 +43,13 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def targets(self, batch: TokenBatch) -> TargetTop:
-        """As `Features.targets`."""
+        """Override `Features.targets`."""
         hidden = self.target.final(self.states(batch)[batch.weights > 0])
         return likeliest(self.target, hidden, self.top)
 
     @torch.no_grad()
     def states(self, batch: TokenBatch) -> Tensor:
-        """As `Features.states`."""
+        """Override `Features.states`."""
         if self._last is None or self._last[0] is not batch:
             self._last = batch, last_states(self.target, batch)
         return self._last[1]
@@ -103,7 +103,7 @@ def argmax(final: Tensor, head: Tensor) -> Tensor:
 
 
 def said_at(target: SoftTarget, rows: Tensor) -> SoftTarget:
-    """Return what the target says of some ``rows`` [R] of those that it was asked for."""
+    """Return what the target emits of some ``rows`` [R] of those that were requested."""
     if isinstance(target, TargetTop):
         return TargetTop(target.ids[rows], target.log_probs[rows])
     return TargetHidden(target.hidden[rows], target.head)

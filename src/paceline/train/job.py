@@ -65,8 +65,8 @@ class TrainingJob(RecipeFile):
 def prepare(
     job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
 ) -> Trainer:
-    """Load everything and check that it fits. Written is only a cache, where one was asked for.
-    ``say`` is told about what takes long before, and about data that suit the target badly.
+    """Load everything and check that it fits. Written is only a cache, where one was requested.
+    ``say`` is called with what takes long, before it begins, and about data that suit the target badly.
 
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
@@ -133,7 +133,7 @@ def _cache(
     examples: Sequence[Sequence[Example]],
     say: Callable[[str], None],
 ) -> TopCache:
-    """Return what the target says of every batch of the run, from ``job.cache`` or scored now."""
+    """Return what the target emits of every batch of the run, from ``job.cache`` or scored now."""
     assert job.cache is not None and job.target is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     exact = job.config.precision == "fp32"  # else as it serves, whatever this processor multiplies in training

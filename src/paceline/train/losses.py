@@ -180,7 +180,7 @@ def distilled(
 
     def of_rows(logits: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         log_p, log_q, log_true = compare(logits, rows, tokens[rows])
-        p = log_p.exp()  # what p alone says has no slope, so that one product has; 0 log 0 = 0
+        p = log_p.exp()  # the entropy of p has no slope, so that one product has; 0 log 0 = 0
         distance, entropy = torch.linalg.vecdot(p, log_p.clamp_min(NONE)) - torch.linalg.vecdot(p, log_q), -log_true
         taught = distance
         if isinstance(target, TargetTop):

@@ -202,7 +202,7 @@ def take_layers(network: Network, source: Network, keep: Sequence[int]) -> None:
 
 
 def start_values(module: nn.Module, seed: int, layers: int) -> None:
-    """See `Network.init_weights`."""
+    """Implement `Network.init_weights`."""
     generator = torch.Generator().manual_seed(seed)
     shrink = (2 * layers) ** -0.5
     for name, parameter in module.named_parameters():

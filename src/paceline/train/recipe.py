@@ -1,6 +1,6 @@
 """Recipe files: what is trained, on which data, how. TOML, read into dataclasses by pydantic; unknown keys are refused.
 
-A recipe names its data by file names. A manifest next to it says for each file its hash, its public source, its
+A recipe names its data by file names. A manifest next to it gives for each file its hash, its public source, its
 licence and how it is made from that source; the folder that holds the files is named by whoever trains.
 """
 
@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(kw_only=True)
 class RecipeFile:
-    """What is trained, on which data, how: what a recipe file says, and flags on the command line."""
+    """Describe what is trained, on which data, how: what a recipe file states, and flags on the command line."""
 
     kind: str  # target, draft_model, streams, ...
     options: Mapping[str, Any] = field(default_factory=dict)  # of the kind

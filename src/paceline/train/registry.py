@@ -26,7 +26,7 @@ from .trainer import Recipe
 
 @dataclass(kw_only=True, slots=True)
 class BuildContext:
-    """What a recipe may be built from: the surroundings of a run."""
+    """Describe what a recipe may be built from: the surroundings of a run."""
 
     target: Network | None  # frozen, float32; None where none was named
     target_folder: Path | None
@@ -54,11 +54,11 @@ class BuildContext:
 
 @dataclass(frozen=True, slots=True)
 class RecipeKind:
-    """One kind of training; modules are named, not imported, and load when they are asked for."""
+    """One kind of training; modules are named, not imported, and load when they are requested."""
 
     about: str  # in the help of its command
     options: str  # ``module:class``
-    # Whether it learns to say what the target says, so that the target's own answers are its best data.
+    # Whether it learns the target's own output, so that the target's own answers are its best data.
     imitates: Callable[[Any], bool] = lambda options: True
     cached: bool = False  # it learns from the target's likeliest tokens, which a cache may hold
     states: bool = False  # it reads the target's last states, which a cache then holds, too: `Features.states`

@@ -1,4 +1,4 @@
-"""What a frozen target says of whole documents: by its training network, or by the compiled layers that serve it.
+"""Outputs of a frozen target for whole documents: by its training network, or by the compiled layers that serve it.
 
 Where the compiled layers run, states are those that a drafter is shown when it serves; elsewhere, and in float32, they
 are the network's.
@@ -35,7 +35,7 @@ ROWS = 1024  # whose logits are held at a time
 
 
 # Scores documents: of all their tokens, one document after the other, [tokens, d_model] last states, before the final
-# norm, and the likeliest tokens after each, as many as are asked for.
+# norm, and the likeliest tokens after each, as many as are requested.
 Scorer = Callable[[Sequence[np.ndarray], int], tuple[Tensor, TargetTop]]
 Products = Callable[[], AbstractContextManager[Any]]  # a context in which products are made
 
@@ -44,7 +44,7 @@ Products = Callable[[], AbstractContextManager[Any]]  # a context in which produ
 def network_scores(
     target: Network, products: Products, documents: Sequence[np.ndarray], top: int
 ) -> tuple[Tensor, TargetTop]:
-    """As `Scorer`, by the frozen network that training runs."""
+    """Override `Scorer`, by the frozen network that training runs."""
     batch = collate([[Example(tokens)] for tokens in documents], max(map(len, documents)))
     batch = batch.to(target.head_weight.device)
     with products():
@@ -62,7 +62,7 @@ class CompiledScorer:
 
     @inference
     def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
-        """As `Scorer`."""
+        """Override `Scorer`."""
         states = self._run(documents, Taps(()))
         return states, joined([top_of(self.stack.logits(part), top) for part in states.split(ROWS)])
 
@@ -101,7 +101,7 @@ def remembered_scores(
 
     Args:
         remembered: [rows, d_model] bits of bfloat16, by the bytes of a document's int32 ids.
-        target: whose norm and head say the rest, in the context ``products``.
+        target: whose norm and head give the rest, in the context ``products``.
         make: makes what scores the others, once there is one.
     """
     others = cache(make)

@@ -48,7 +48,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a recipe is trained."""
+    """Describe how a recipe is trained."""
 
     steps: int = option(1000, help="optimizer steps", minimum=1)
     learning_rate: float = option(5e-4, help="the highest learning rate, above 0 and below 1", above=0, below=1)
@@ -77,7 +77,7 @@ class TrainConfig:
 
 
 class Recipe(Protocol):
-    """What is trained, and on what loss."""
+    """Describe what is trained, and on what loss."""
 
     name: str
     module: nn.Module  # its trainable parameters are the run's
@@ -94,12 +94,12 @@ class Recipe(Protocol):
         ...
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """Write what users load; returns what ``training.json`` is to say besides."""
+        """Write what users load; returns what ``training.json`` is to state besides."""
         ...
 
 
 class Watcher(Protocol):
-    """Who is told how the run goes: progress bar, TensorBoard."""
+    """Observer of a run: progress bar, TensorBoard."""
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """Receive the figures of a step."""
@@ -267,7 +267,7 @@ class Trainer:
             raise ConfigError(f"--out {self.out}", wrong, "free space there, or name another")
 
     def resume(self) -> bool:
-        """Go on from the checkpoint in ``out``, in this run's precision: weights and moments are float32 in each.
+        """Continue from the checkpoint in ``out``, in this run's precision: weights and moments are float32 in each.
 
         Returns:
             Whether there was one.

@@ -5,7 +5,7 @@ and letters beyond ASCII in ``tekken`` and ``gpt-4o``, and wide spaces in ``deep
 the pattern that the model was trained with holds.
 
 Two kinds of vocabulary are read. ``gpt2`` merges pairs of bytes by rank, within pieces that the file's pre-tokenizer
-cuts; ``llama`` (SentencePiece) merges characters by the score of what comes out, and falls back to bytes.
+cuts; ``llama`` (SentencePiece) merges characters by the score of the result, and falls back to bytes.
 
 Source: llama.cpp's ``llama-vocab.cpp`` (which pre-tokenizer cuts how, and defaults of flags); the patterns are those of
 the models' own ``tokenizer.json``.

@@ -166,7 +166,7 @@ class Learning:
     # -- in a thread of its own
 
     def _watch(self) -> None:
-        """Look after the learner as long as the engine is there."""
+        """Look after the learner while the engine runs."""
         idle, again, wait, seen = monotonic(), 0.0, AGAIN_S / 2, 0
         while not self._ended.wait(LOOK_S):
             now = monotonic()

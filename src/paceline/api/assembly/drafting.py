@@ -1,4 +1,4 @@
-"""The drafter that a configuration names, with the models it runs, and the budget that says how much it drafts."""
+"""The drafter that a configuration names, with the models it runs, and the budget that states how much it drafts."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class TargetPart:
-    """What a process, or all ranks of one, have of a target."""
+    """Describe what a process, or all ranks of one, have of a target."""
 
     layers: tuple[int, int] | None = None  # the first, and one past the last; None: all
     ends: bool = True  # whether embedding, final norm and head are there, too
@@ -138,7 +138,7 @@ def load_source(
     config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
 ) -> LoadedModel:
     """Return a checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
-    tokenizer = source.tokenizer(texts)  # before the weights: what is wrong with it is said at once
+    tokenizer = source.tokenizer(texts)  # before the weights: its errors show at once
     decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
     return LoadedModel(source, decoder, tokenizer)
 

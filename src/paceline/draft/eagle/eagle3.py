@@ -173,19 +173,19 @@ class Eagle3Network:
         self._rope = RopeTable(c.rope, handle.dtype, device)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """As `HeadNetwork.plan`."""
+        """Override `HeadNetwork.plan`."""
         return self._attention.plan(segments, positions, frozenset({None}))
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """As `HeadNetwork.read`: the three taps, mapped to one state."""
+        """Override `HeadNetwork.read`: the three taps, mapped to one state."""
         return F.linear(torch.cat([hidden[layer] for layer in self.taps], -1), self._weights["fc.weight"])
 
     def final(self, states: Tensor) -> Tensor:
-        """As `HeadNetwork.final`: as they are."""
+        """Override `HeadNetwork.final`: as they are."""
         return states
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
-        """As `HeadNetwork.run`; rows always have a token."""
+        """Override `HeadNetwork.run`; rows always have a token."""
         c = self.config
         embedded = self._norm("input_layernorm", self.handle.embed(batch.tokens))
         x = torch.cat((embedded, self._norm("hidden_norm", states)), -1)
@@ -200,7 +200,7 @@ class Eagle3Network:
         return hidden + self._times("mlp.down_proj", gated)
 
     def logits(self, states: Tensor) -> Tensor:
-        """As `HeadNetwork.logits`; tokens that the draft lacks are impossible."""
+        """Override `HeadNetwork.logits`; tokens that the draft lacks are impossible."""
         scale, floor = self._norms["norm.weight"]
         scores = F.linear(rms(states, scale, floor), self._weights["lm_head.weight"])
         wide = scores if scores.dtype == torch.float64 else scores.float()

@@ -37,7 +37,7 @@ FILES = TrainedFiles("an EAGLE head", CONFIG_FILE, WEIGHTS_FILE, _RESTORE, None)
 
 @dataclass(frozen=True, kw_only=True)
 class EagleFacts(TrainedConfig):
-    """What a head of ours says about itself; a published one says nothing."""
+    """Facts of a head of ours; a published one has none."""
 
     what: ClassVar[str] = "eagle"
 
@@ -58,7 +58,7 @@ class EagleModel(nn.Module):
     """
 
     reads_tokens = feeds_tokens = True
-    info: Any = None  # what tokens say about their children's logits: nothing
+    info: Any = None  # what tokens imply for their children's logits: nothing
 
     def __init__(
         self,

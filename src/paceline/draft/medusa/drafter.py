@@ -1,9 +1,9 @@
 """Drafts by several heads on the target's last state (Medusa, Cai et al. 2024).
 
-Head j says what comes j + 2 tokens behind the last state's own token, whatever the token in between is. That state is
-of the token in front of the root, so head 0 proposes children of the root, head 1 their children, and so on. Which of a
-head's likeliest tokens become nodes is fixed before: the tree that has the most hits by the heads' calibrated rates
-(section 3.3). Its tokens and their scores are those of the moment.
+Head j predicts what comes j + 2 tokens after the last state's own token, whatever the token in between is. That state
+is of the token in front of the root, so head 0 proposes children of the root, head 1 their children, and so on. Which
+of a head's likeliest tokens become nodes is fixed before: the tree that has the most hits by the heads' calibrated
+rates (section 3.3). Its tokens and their scores are those of the moment.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MedusaDrafter(Drafter):
         heads: trained heads, in the target's dtype.
 
     Raises:
-        ConfigError: more heads are asked for than there are, or re-sampling that cannot be.
+        ConfigError: more heads are requested than there are, or re-sampling that cannot be.
     """
 
     trusted = True
@@ -103,7 +103,7 @@ class MedusaDrafter(Drafter):
             tree=not full.is_chain or self._resampling.on,
             sources=self._resampling.sources(config.kind),
         )
-        self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position behind
+        self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position after
 
     # -- the contract
 
@@ -168,7 +168,7 @@ class MedusaDrafter(Drafter):
     # -- the heads
 
     def _knows(self, view: Sequence) -> bool:
-        """Whether its last known state is that of the token in front of the root."""
+        """Return whether its last known state is that of the token in front of the root."""
         last = self._last.get(view.key)
         return last is not None and last[2] == len(view.tokens) - 1
 

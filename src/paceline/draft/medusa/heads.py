@@ -1,7 +1,7 @@
 """Medusa's heads: their numbers, their files, and what they make of a state.
 
-Head j (0, 1, ..) reads the target's last state after its final norm and says what comes j + 2 tokens after that
-state's own token; the target's head says what comes one after it:
+Head j (0, 1, ..) reads the target's last state after its final norm and predicts what comes j + 2 tokens after that
+state's own token; the target's head predicts what comes one after it:
 
     x_j = x + SiLU(W_j x + b_j),    logits_j = H_j x_j
 
@@ -212,7 +212,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _base_model(folder: Path) -> str:
-    """Return the model that published heads are said to be for; empty where nothing is said."""
+    """Return the model that published heads name; empty where they name none."""
     file = folder / "config.json"
     values = read_json(file, "download it again") if is_file(file) else {}
     name = values.get("base_model_name_or_path") if isinstance(values, dict) else None

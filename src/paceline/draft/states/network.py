@@ -30,7 +30,7 @@ Storage = Literal["auto", "plain", "int8", "q8_0", "q4_0"]
 
 
 def storage_option() -> Storage:
-    """Return the field of a drafter's options that says how its weights are stored."""
+    """Return the field of a drafter's options that states how its weights are stored."""
     about = "how its weights are stored: plain, in the target's number type; auto: in as many bits as the target's"
     field_option: Storage = option("auto", help=about)
     return field_option
@@ -115,7 +115,7 @@ class HeadNetwork:
         return self.decoder.read(states)
 
     def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
-        """As `StateHead.fuse`."""
+        """Override `StateHead.fuse`."""
         if embedded is None:
             return self._fuse_state.add(states, self._constant)
         return self._fuse_all(torch.cat((embedded, states), -1))

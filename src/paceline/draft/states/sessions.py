@@ -4,7 +4,7 @@
     a text's row           made of the target's state at a position p and of the token at p + 1
     a node's row           made of the state that its parent's row predicts, and of its token
 
-K/V begins at the first state that the drafter was shown and goes on without a gap; where one comes (a prefix that was
+K/V begins at the first state that the drafter was shown and continues without a gap; where one comes (a prefix that was
 found in the cache, states that nobody took for a while), it begins again after it. Positions are counted from the first
 row on: rotary ones count differences alone, and a published head's do.
 
@@ -229,7 +229,7 @@ class StateSessions(ObservingSessions):
     def settle(self, views: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> None:
         """Note that so many rows of each are computed.
 
-        They replace provisional ones, and reserved ones are part of its text now; what is left stays reserved.
+        They replace provisional ones, and reserved ones are part of its text now; the rest stays reserved.
         """
         for view, count in zip(views, counts, strict=True):
             session: StateSession = self._open[view.key]

@@ -148,7 +148,7 @@ class Grammars:
         if not self._eos_ids:
             raise CapabilityError(what, "this model has no token that ends an answer", "leave the grammar out")
         try:
-            whole = getattr(self._tokenizer, "whole", self._tokenizer)  # transformers', which it asks for by class
+            whole = getattr(self._tokenizer, "whole", self._tokenizer)  # transformers', which it requests by class
             self._words = from_tokenizer(whole, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except Exception as error:  # llguidance raises ValueError and more for what it cannot read
             wrong = f"llguidance cannot read this model's tokenizer ({error})"

@@ -1,4 +1,4 @@
-"""A grammar next to one output: which tokens may follow, wherever in a draft tree that is asked."""
+"""A grammar next to one output: which tokens may follow, anywhere in a draft tree."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class GrammarMatcher:
         self._begin, self._vocab_size = parser, vocab_size
         self.fault: Exception | None = None
         self._own: _Place  # after the output
-        self._draft: _Place  # a copy, where it was asked last
+        self._draft: _Place  # a copy, at the place of the last call
         self._restart()
 
     def copy(self) -> GrammarMatcher:
-        """See `core.grammar.Matcher`."""
+        """Implement `core.grammar.Matcher`."""
         other, (parser, read) = copy(self), self._own
         other._own, other._draft = (parser.deep_copy(), [*read]), (parser.deep_copy(), [*read])
         return other
@@ -55,7 +55,7 @@ class GrammarMatcher:
         return torch.from_numpy(bits).view(torch.bool)
 
     def fill(self, output: Sequence[int], words: Tensor) -> None:
-        """See `core.grammar.Matcher`.
+        """Implement `core.grammar.Matcher`.
 
         Raises:
             ConfigError: as for a call.
@@ -87,7 +87,7 @@ class GrammarMatcher:
     def _ask(self, ids: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
         """Return the answer of a parser that has read these ids; None: the grammar does not allow them.
 
-        A parser that fails, which may come from questions about other texts, is replaced and asked once more.
+        A parser that fails, which may come from questions about other texts, is replaced and called once more.
         """
         for _ in range(2):
             parser, read = self._draft = self._led(self._draft, ids)

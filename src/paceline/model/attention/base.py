@@ -37,7 +37,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What a backend prepares once for all layers of a forward pass."""
+    """Describe what a backend prepares once for all layers of a forward pass."""
 
     segments: Sequence[Segment]
     prepared: Any  # the backend's own

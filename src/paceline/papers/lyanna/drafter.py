@@ -1,8 +1,8 @@
 """Lyanna: a chain of drafted states, a tree of tokens made of it, and a second tree where the first was wrong.
 
 A draft is k passes of one layer, each from the state that the one before predicted, then one product of all k states
-with the target's head, then Algorithm 1 on its logits. The logits are kept: once the target has said which token was
-right, the levels behind it are biased by that token and give new candidates (Algorithm 2), without a pass. They are
+with the target's head, then Algorithm 1 on its logits. The logits are kept: once the target has chosen which token was
+right, the levels after it are biased by that token and give new candidates (Algorithm 2), without a pass. They are
 verified together with the next draft (verification fusion), or in its place.
 
 Source: Lyanna, sections 4 to 6.
@@ -133,7 +133,7 @@ class LyannaDrafter(StateDrafter):
             self._info = token_info(info[0], NativeLinear(table, None))
 
     def logits(self, states: Tensor, tokens: abc.Sequence[int]) -> Tensor:
-        """See `StateDrafter`: with what the tokens say about their children."""
+        """Implement `StateDrafter`: with what the tokens imply for their children."""
         bias, logits = self._bias(tokens), super().logits(states, tokens)
         return logits if bias is None else logits + bias
 
@@ -170,7 +170,7 @@ class LyannaDrafter(StateDrafter):
             token_info_sampling(growths, self._grower, self._bias)
 
     def _compiles(self, drafts: abc.Sequence[_SequenceDraft]) -> bool:
-        """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
+        """Return whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
         compiled_rules = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
         return self.body.fuse is not None and compiled_rules and self.config.sampling == "token_info"
 
@@ -195,7 +195,7 @@ class LyannaDrafter(StateDrafter):
                 draft.again.draft = Proposal(*again[:3])
 
     def _sample_start(self, draft: _SequenceDraft) -> SampleStart:
-        """Where its trees start, for compiled code."""
+        """Return where its trees start, for compiled code."""
         tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
         rules = None if sampler.plain else sampler.rules
         rest = None if draft.again is None else draft.again.logits.contiguous()
@@ -215,7 +215,7 @@ class LyannaDrafter(StateDrafter):
         return draft.fresh
 
     def _plan(self, draft: _SequenceDraft) -> None:
-        """Which of both trees a sequence gets: what is left over of the last draft, and how many steps of a new one."""
+        """Choose the trees of a sequence: the rest of the last draft, and so many steps of a new one."""
         rest = self._resampling.take(draft.view, draft.budget, draft.max_depth)
         most = min(draft.budget, draft.max_depth)
         if most <= 0 or not self.body.ready(draft.view):
@@ -248,7 +248,7 @@ class LyannaDrafter(StateDrafter):
 
 @dataclass(slots=True)
 class _SequenceDraft:
-    """What a sequence is given."""
+    """Describe what a sequence is given."""
 
     view: Sequence
     budget: int
@@ -272,7 +272,7 @@ def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) 
 
 
 def _bias(info: tuple[Tensor, Tensor] | None) -> Bias:
-    """Return [tokens, V] what a few tokens say about their children."""
+    """Return [tokens, V] what a few tokens imply for their children."""
     if info is None:
         return lambda tokens: None
     wide = torch.float64 if info[0].dtype == torch.float64 else torch.float32

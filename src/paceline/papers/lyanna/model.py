@@ -24,7 +24,7 @@ FILES = TrainedFiles("a lyanna drafter", CONFIG_FILE, WEIGHTS_FILE, "restore it,
 
 @dataclass(frozen=True, kw_only=True)
 class LyannaShape(TrainedConfig):
-    """What a trained drafter is, and for which target."""
+    """Describe what a trained drafter is, and for which target."""
 
     what: ClassVar[str] = "lyanna"
     retired = (("fusion", "concat"), ("hot", 0), ("hot_columns", False))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LyannaOptions(LayerOptions):
-    """What is trained, and how."""
+    """Describe what is trained, and how."""
 
     rank: int = option(64, help="rank of token-info's two matrices; 0: there is none", minimum=0, maximum=4096)
 

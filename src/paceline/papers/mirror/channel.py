@@ -1,4 +1,4 @@
-"""The token channel: what the target may be about to say at each position of a pass, told at mid-depth.
+"""The token channel: what the target may be about to emit at each position of a pass, sent at mid-depth.
 
 Source: Mirror Speculative Decoding, section 3.1, eq. 7 and 9.
 """

@@ -76,7 +76,7 @@ class MirrorConfig(AheadConfig):
 
         Raises:
             ConfigError: an exit outside the target, more candidates than tokens, a folder without trained exits.
-            CapabilityError: exits that were trained for another target, or none behind these layers.
+            CapabilityError: exits that were trained for another target, or none after these layers.
         """
         vocab = target.config.vocab_size
         if self.kappa is not None and self.kappa > vocab:

@@ -104,7 +104,7 @@ class ExitRecipe:
         return figures
 
     def _sums(self, batches: Sequence[TokenBatch]) -> tuple[int, Tensor, Tensor]:
-        """Of one domain: rows; [2, K] hits of the text and of the target; [kappas, K] masses."""
+        """Return, for one domain: rows; [2, K] hits of the text and of the target; [kappas, K] masses."""
         count = len(self.module.config.layers)
         total, hits, masses = 0, torch.zeros(2, count), torch.zeros(len(KAPPAS), count)
         for batch in batches:

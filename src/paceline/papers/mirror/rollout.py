@@ -42,24 +42,24 @@ class Branch:
     key: int  # of the sequence
     tip: int  # node below which the next token is drafted; before ``token`` has a node, that which it follows
     levels: int  # tokens wanted
-    token: int = -1  # that may be said; -1: a chain below the root
+    token: int = -1  # that may be emitted; -1: a chain below the root
     place: int = -1  # of it: after so many accepted tokens
     node: int = ROOT  # of ``token``
     stuck: bool = False  # it goes no further: want of room, or no token is allowed
-    prepared: int = 0  # tokens that were there at the verdict, if the token was said
+    prepared: int = 0  # tokens that were there at the verdict, if the token was emitted
     chain: Chain = field(default_factory=Chain)
 
     @property
     def outcome(self) -> Outcome:
-        """That it is prepared for."""
+        """Return the outcome that it is prepared for."""
         return self.key, self.place, self.token
 
 
 class Rollout:
     """Chains of several sequences that grow together, one batched level a call, wherever their sessions are.
 
-    Nobody else may use the sessions between `start` and `finish`. The verdict calls off what is left of a growth, once
-    the nodes are known that it is about; what is then missing of the branches that are reused is asked for once more.
+    Nobody else may use the sessions between `start` and `finish`. The verdict calls off the rest of a growth, once
+    the nodes are known that it is about; what is then missing of the branches that are reused is requested once more.
 
     Args:
         sessions: of the drafter.
@@ -82,7 +82,7 @@ class Rollout:
         self._began = 0.0
 
     def prepare(self, branches: Iterable[Branch]) -> None:
-        """Branches below tokens that may be said."""
+        """Branches below tokens that may be emitted."""
         for branch in branches:
             self._given.setdefault(branch.key, []).append(branch)
 
@@ -129,7 +129,7 @@ class Rollout:
         return reused
 
     def _look(self, outcomes: Iterable[Outcome]) -> None:
-        """Take what came, and at least the nodes of what was said."""
+        """Take what came, and at least the nodes of what was emitted."""
         until = perf_counter() + self.spin_s
         while True:
             self.sessions.look()

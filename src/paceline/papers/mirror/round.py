@@ -1,7 +1,7 @@
 """The mirror round: while the target's upper layers decide on a window, the drafter prepares the next for all outcomes.
 
 fresh windows where there are none -> layers 0 .. e - 1 -> token channel -> rollout below every candidate
--> layers e .. N - 1 -> decide -> emit -> keep K/V -> the branch of what was said, or a fallback
+-> layers e .. N - 1 -> decide -> emit -> keep K/V -> the branch of what was emitted, or a fallback
 
 Source: Mirror Speculative Decoding, sections 3.1 and 3.4. Where the rollout runs changes when a window is there, never
 what it is.
@@ -41,7 +41,7 @@ class MirrorRound:
     Args:
         config: its options.
         parts: target, pool, verifier, and a drafter with draft sessions.
-        exit_head: what the target says in the middle of its layers.
+        exit_head: the target's prediction in the middle of its layers.
         sessions: of the drafter, with room for `MirrorConfig.capacity`.
 
     Raises:
@@ -194,7 +194,7 @@ class MirrorRound:
         return candidates
 
     def _listens(self, work: Work) -> bool:
-        """Whether a draft may follow the pass: not where the batch is too large for any."""
+        """Return whether a draft may follow the pass: not where the batch is too large for any."""
         resting = work.rows == 1 and work.budget == 0
         return work.may_draft and not resting and work.sequence.key in self._windows
 
@@ -210,7 +210,7 @@ class MirrorRound:
             length = min(work.budget or self.gamma, self.gamma)
             key, branches = work.sequence.key, list[Branch]()
             for place, tokens in enumerate(tokens_of):
-                levels = min(length, work.max_depth - place - 1)  # so many tokens may be drafted behind it
+                levels = min(length, work.max_depth - place - 1)  # so many tokens may be drafted after it
                 if levels > 0:
                     branches += [Branch(key, window.behind(place), levels, token, place) for token in tokens]
             rollout.prepare(branches)
@@ -263,7 +263,7 @@ class MirrorRound:
                 self.sessions.close(key)
 
     def _forget(self, key: int) -> bool:
-        """Whether it had a session."""
+        """Return whether it had a session."""
         self._fallen.discard(key)
         return self._windows.pop(key, None) is not None
 

@@ -65,7 +65,7 @@ class Track(nn.Module):
         self.logits: Callable[[Tensor], Tensor]  # [rows, its vocabulary] of normed states
 
     def finish(self) -> None:
-        """See `Decoder.finish`."""
+        """Implement `Decoder.finish`."""
         merge, head = self.merge.weight.data, self.head.weight.data
         del self.merge, self.head  # one copy of the weights is enough
         self.body.finish()
@@ -125,7 +125,7 @@ class Tracks(Decoder):
     # -- see `Decoder`
 
     def finish(self, stored: Any = None) -> Tracks:
-        """See `Decoder`."""
+        """Implement `Decoder`."""
         self.assert_loaded()
         for track in self._each:
             track.finish()
@@ -134,13 +134,13 @@ class Tracks(Decoder):
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """See `Decoder`: of the tracks that are here, one's layers after the other's."""
+        """Implement `Decoder`: of the tracks that are here, one's layers after the other's."""
         layers, heads, width = self._each[0].body.cache_shape
         return len(self._each) * layers, heads, width
 
     @property
     def pass_bytes(self) -> int:
-        """See `Decoder`: of the tracks that are here, with their merges and their parts of the head."""
+        """Implement `Decoder`: of the tracks that are here, with their merges and their parts of the head."""
         track_config = self.config.track
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(track_config).values())
         reads = self.config.d_model if self.config.merge == "gather" else track_config.d_model
@@ -150,27 +150,27 @@ class Tracks(Decoder):
 
     @property
     def weight_bytes(self) -> float:
-        """See `Decoder`."""
+        """Implement `Decoder`."""
         stack = self._each[0].body.stack
         return self.dtype.itemsize if self.quant is None or stack is None else float(stack.weight_bytes)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """See `Decoder`: the same for all tracks."""
+        """Implement `Decoder`: the same for all tracks."""
         return self._each[0].body.plan(segments, positions)
 
     def embed(self, batch: Batch) -> ForwardState:
-        """See `Decoder`: the columns of the tracks that are here."""
+        """Implement `Decoder`: the columns of the tracks that are here."""
         hidden = self.embed_tokens(batch.tokens)
         return ForwardState(hidden, batch.positions, batch.slots, batch.attn)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """See `embed`; nothing is joined."""
+        """Implement `embed`; nothing is joined."""
         return nn.functional.embedding(tokens, self.embedding)
 
     def run_layers(
         self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
     ) -> ForwardState:
-        """See `Decoder`: of all layers; [rows, G d] of all tracks come out.
+        """Implement `Decoder`: of all layers; [rows, G d] of all tracks come out.
 
         Raises:
             RankLost: another track is gone.
@@ -207,7 +207,7 @@ class Tracks(Decoder):
         return torch.cat(tuple(parts), dim=1) if self.ranks is None else self.ranks.joins.gather(parts[0].contiguous())
 
     def _cache(self, cache: KVCache) -> list[LayerCache]:
-        """Of each track, whose layers lie one after the other."""
+        """Return the parts of the cache by track, whose layers lie one after the other."""
         if cache not in self._parts:
             n = self.num_layers
             parts = [slice(i * n, (i + 1) * n) for i in range(len(self._each))]
@@ -220,7 +220,7 @@ class Tracks(Decoder):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def best(self, hidden: Tensor) -> Tensor:
-        """See `Decoder`."""
+        """Implement `Decoder`."""
         return likeliest(self.read(hidden))
 
 

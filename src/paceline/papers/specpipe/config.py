@@ -70,7 +70,7 @@ class PipelineConfig(AheadConfig):
         return self.misfit(spec, f"which ends {self.stages} ticks too late", remedy)
 
     def _needless(self, remedy: str) -> tuple[str, str] | None:
-        """Return what is asked for that needs a drafter, where there is none."""
+        """Return the option that needs a drafter, where there is none."""
         if self.place is not None:
             return "no drafter is named that a process could serve", remedy
         named = ["rows"] * (self.rows is not None) + ["accept"] * (self.accept != "strict")

@@ -1,14 +1,14 @@
 """The tree of one request whose levels are in flight: what enters the pipeline, and what a verdict leaves of it.
 
-    text ... root            the last token that was said; the verdict on it is what the target says next
-              |- a           level 1, one tick behind the root
+    text ... root            the last emitted token; the verdict on it is what the target emits next
+              |- a           level 1, one tick after the root
               |  |- c        level 2
               |- b
                  |- d
 
 A verdict makes a child of the root the root, and drops what is not below it: embeddings in flight, nodes that wait,
-rows of K/V. Where the token that was said is no child, all is dropped and the pipeline starts again with that token. A
-node keeps its number while it is there, and the row of its K/V tells its place behind the committed text.
+rows of K/V. Where the emitted token is no child, all is dropped and the pipeline starts again with that token. A
+node keeps its number while it is there, and the row of its K/V tells its place after the committed text.
 
 Source: SpecPipe, sections 3.2, 3.3.2 and 3.3.3, algorithm 1.
 """
@@ -38,15 +38,15 @@ class Node:
     place: int  # of the token in the text
     score: float = 0.0  # log of the chance of its path, up to a number that all nodes share
     source: int = NONE  # its number in the source's tree
-    row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
+    row: int = NONE  # of its K/V after the committed text; `NONE`: it has not entered the pipeline
     tick: int = NONE  # in which it entered
-    requested: bool = False  # whether children were asked for
+    requested: bool = False  # whether children were requested
     mark: int = 0  # of the drafter that proposed it
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a token that was said has done to the tree."""
+    """Describe what an emitted token has done to the tree."""
 
     version: int  # verdicts so far, this one included
     token: int
@@ -98,7 +98,7 @@ class InFlightTree:
 
     @property
     def place(self) -> int:
-        """Of the root in the text."""
+        """Return the position of the root in the text."""
         return self.nodes[self.root].place
 
     # -- growing
@@ -158,7 +158,7 @@ class InFlightTree:
         return self.nodes[offer.parent].score + offer.log_q
 
     def tips(self, farthest: int) -> list[int]:
-        """Return the deepest nodes that children were not asked for.
+        """Return the deepest nodes without requested children.
 
         The newest level, or what a verdict left of an older one.
 
@@ -172,12 +172,12 @@ class InFlightTree:
         return [number for number in open_ if self.nodes[number].place == deepest]
 
     def ask(self, tips: Iterable[int]) -> None:
-        """Note that children of these nodes were asked for."""
+        """Note that children of these nodes were requested."""
         for number in tips:
             self.nodes[number].requested = True
 
     def ask_again(self, tips: Iterable[int]) -> None:
-        """Children of these nodes, as far as they are there, were called off."""
+        """Children of these nodes, to the extent that they are there, were called off."""
         for number in tips:
             if number in self.nodes:
                 self.nodes[number].requested = False
@@ -198,11 +198,11 @@ class InFlightTree:
     def enter(self, width: int, tick: int = 0) -> list[int]:
         """Return the level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
 
-        Their rows lie behind those that have entered.
+        Their rows lie after those that have entered.
 
         Args:
             width: of the level.
-            tick: the pipeline's count, by which late siblings are told from their level.
+            tick: the pipeline's count, by which late siblings are distinguished from their level.
         """
         entering = self.waiting[:width]
         for number in entering:
@@ -228,7 +228,7 @@ class InFlightTree:
     # -- verdicts
 
     def number(self, parent: int, token: int) -> int:
-        """Of a node's child; `NONE`: it has none with this token."""
+        """Return the number of a node's child; `NONE`: it has none with this token."""
         return self._children.get((parent, token), NONE)
 
     def child(self, token: int) -> Node | None:
@@ -249,15 +249,15 @@ class InFlightTree:
         return drafts
 
     def holds(self, token: int) -> bool:
-        """Whether the root's child with this token is in flight."""
+        """Return whether the root's child with this token is in flight."""
         node = self.child(token)
         return node is not None and node.row != NONE
 
     def trace(self, token: int, first: int, names: Callable[[int], str]) -> StepTrace:
-        """Return the tree in flight at the moment when the target says ``token``, as a step of that one token.
+        """Return the tree in flight at the moment when the target emits ``token``, as a step of that one token.
 
         Args:
-            token: what is said, if it is not cut by the stop rules.
+            token: the emitted token, if it is not cut by the stop rules.
             first: tokens of the output before it.
             names: of the drafters, by their source marks.
         """
@@ -279,7 +279,7 @@ class InFlightTree:
         """Take the target's token after the root: reroot to the child that carries it, or start again with it.
 
         Raises:
-            ValueError: the root has not entered the pipeline, so that nothing can be said behind it.
+            ValueError: the root has not entered the pipeline, so that nothing can be emitted after it.
         """
         old = self.nodes[self.root]
         if old.row == NONE:

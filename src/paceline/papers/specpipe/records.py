@@ -1,4 +1,4 @@
-"""What the pipeline round keeps of each request, and what it tells of each tick."""
+"""Records of the pipeline round: one by request, one by tick."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .flight import Cut, InFlightTree
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What a tick did."""
+    """Describe what a tick did."""
 
     emitted: abc.Sequence[tuple[Running, int]]  # requests that got tokens, and how many
     entered: int  # rows
-    hits: int  # of them in flight when they were said
+    hits: int  # of them in flight when they were emitted
     waits: bool  # whether the source was late
-    verdicts: abc.Sequence[Cut] = ()  # behind each token but an answer's last one
-    refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
+    verdicts: abc.Sequence[Cut] = ()  # after each token but an answer's last one
+    refills: int = 0  # trees whose newest level was pruned away, and that continue from an older one
     late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
 
     @property

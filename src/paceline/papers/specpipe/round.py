@@ -1,12 +1,12 @@
 """The pipeline round: each tick a level of the tree enters the stages, and while drafts hold a token leaves them.
 
 a level enters -> all stages compute, the source drafts -> what the last one has is decided -> trees are cut
--> K/V is settled -> all stages hear of it -> the drafted level waits for the next tick
+-> K/V is settled -> all stages learn of it -> the drafted level waits for the next tick
 
 Whatever the source gives, and when, the tokens are those of plain decoding: a level that is late or wrong costs ticks.
 
 Source: SpecPipe, algorithm 1. Of its lines 8 and 9, which can be read in two ways, here: where the newest level was
-pruned away but an older one is left, drafting goes on below that; the token that was said is computed anew only where
+pruned away but an older one is left, drafting continues below that; the emitted token is computed again only where
 it is not in flight.
 """
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class PipelineRound:
-    """Levels of trees enter a target's stages behind each other.
+    """Levels of trees enter a target's stages one after the other.
 
     Args:
         config: its options.
         parts: the target, which reads the states of the last stage; a pool whose slots the stages' stores have, and
             whose moves go with the frames; the drafter.
         stage_line: the stages.
-        source: of tokens; None: a plain pipeline, in which a token enters when the one before it was said.
+        source: of tokens; None: a plain pipeline, in which a token enters when the one before it was emitted.
     """
 
     name = "pipeline"
@@ -77,7 +77,7 @@ class PipelineRound:
         self._added = 0, 0  # refills and late siblings of the tick
         self._tick_count = 0
         self._ticks = 0  # since the last frame that has rows entered
-        # Rows of the frames in flight; 0: of text, which says nothing of w.
+        # Rows of the frames in flight; 0: of text, which are independent of w.
         self._torn = False  # whether a step has begun, or ended in its middle
 
     @property
@@ -87,12 +87,12 @@ class PipelineRound:
 
     @property
     def busy(self) -> bool:
-        """Whether rows are in flight, or wait."""
+        """Return whether rows are in flight, or wait."""
         return bool(self._running)
 
     @inference
     def step(self, works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
-        """Ticks until a token is said, or until nothing is in flight."""
+        """Tick until a token is emitted, or until nothing is in flight."""
         assert rule is None, "a rule weighs drafts by the time that they add to a pass"
         began, self._torn = perf_counter(), True
         self._enqueue([(self._admit(work), work) for work in works])
@@ -105,7 +105,7 @@ class PipelineRound:
         return StepResult(passes, {}, emissions, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
 
     def _enqueue(self, fresh: abc.Sequence[tuple[Running, Work]]) -> None:
-        """Work that has waited is scheduled anew, as it is now, and keeps its place."""
+        """Work that has waited is scheduled again, as it is now, and keeps its place."""
         now = {running.request: (running, work) for running, work in fresh}
         waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
         self._queue = [*waiting, *now.values()]
@@ -113,7 +113,7 @@ class PipelineRound:
     def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
 
-        Frames go on without these rows: what they move may belong to text that others find.
+        Frames continue without these rows: what they move may belong to text that others find.
         """
         for sequence in sequences:
             request = self._requests.pop(sequence.key, None)
@@ -135,7 +135,7 @@ class PipelineRound:
             self._guard.forget()
 
     def copy_slots(self, sources: abc.Sequence[int], targets: abc.Sequence[int]) -> None:
-        """See `SlotStore`: moves go with the next frame."""
+        """Implement `SlotStore`: moves go with the next frame."""
         self._moves.append((sources, targets))
 
     # -- what enters
@@ -180,7 +180,7 @@ class PipelineRound:
         return Frame(self._epoch, parts, None, moves, ended)
 
     def _width(self, running: Running) -> int:
-        """Return w: drafted tokens of a request in a tick, as far as it allows them."""
+        """Return w: drafted tokens of a request in a tick, to the extent that it allows them."""
         return min(self.config.width, running.sequence.max_nodes or self.config.width)
 
     def _levels(self, begun: Container[int]) -> list[StageRows]:
@@ -244,7 +244,7 @@ class PipelineRound:
             self._asked(lambda source: self._open(source, running))
 
     def _level(self, running: Running, width: int) -> StageRows | None:
-        """Return the next level of a tree, as far as there are slots for it: drafts never displace anybody."""
+        """Return the next level of a tree, to the extent that there are slots for it: drafts never displace anybody."""
         flight = running.flight
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
@@ -283,7 +283,7 @@ class PipelineRound:
     # -- the source
 
     def _asked(self, call: Callable[[Source], bool | None]) -> bool:
-        """Ask the source for something; returns what it gives, False where it fails or is away."""
+        """Call the source; return what it gives, False where it fails or is away."""
         if self.source is None or self._guard is None or not self._guard.there:
             return False
         with self._guard:
@@ -378,7 +378,7 @@ class PipelineRound:
         return emitted, hits
 
     def _record(self, running: Running, part: StageRows, hidden: Tensor) -> None:
-        """Log-probabilities of a prompt, where they were asked for."""
+        """Log-probabilities of a prompt, where they were requested."""
         sequence = running.sequence
         if sequence.params.prompt_logprobs is None or part.visible is not None:
             return
@@ -407,9 +407,9 @@ class PipelineRound:
         return count, hits
 
     def _choose(self, view: Sequence, flight: InFlightTree, logits: Tensor) -> int:
-        """Return the token behind the root.
+        """Return the token after the root.
 
-        The target's own choice, unless a lossy rule is asked for and finds another.
+        The target's own choice, unless a lossy rule is requested and finds another.
         """
         token = int(choose_nodes(view, logits, None, 0)[0])
         if self._accept is None or view.fault is not None:

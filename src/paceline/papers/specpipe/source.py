@@ -21,7 +21,7 @@ class Source:
         self.sessions, self._children, self._vocab = sessions, children, vocab_size
         self._asked: dict[int, dict[int, int]] = {}  # by sequence: of what is owed its source's nodes by the tree's
         self._growing: Pending | None = None
-        self._flights: Mapping[int, tuple[InFlightTree, int]] = {}  # that were asked for
+        self._flights: Mapping[int, tuple[InFlightTree, int]] = {}  # that were requested
         self.open: set[int] = set()  # keys of sequences
 
     def begin(self, opening: Opening) -> None:
@@ -36,11 +36,11 @@ class Source:
 
     @property
     def owes(self) -> bool:
-        """Whether a level was asked for that is not there."""
+        """Return whether a requested level is missing."""
         return bool(self._asked)
 
     def ask(self, flights: Mapping[int, tuple[InFlightTree, int]]) -> None:
-        """Ask for the next level of all trees, unless one is owed.
+        """Request the next level of all trees, unless one is owed.
 
         Args:
             flights: by key of their sequence, with the place of the last token that is of use.
@@ -59,7 +59,7 @@ class Source:
             self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
 
     def take(self) -> dict[int, list[Offer]]:
-        """Return the level that was asked for, by sequence; empty: nothing was, or it is late.
+        """Return the level that was requested, by sequence; empty: nothing was, or it is late.
 
         Raises:
             ValueError: the drafter answers nonsense.

@@ -38,7 +38,7 @@ GROUP = 16  # blocks that attend together, where a view is narrower than a row
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where the blocks of a batch lie."""
+    """Describe where the blocks of a batch lie."""
 
     places: Tensor  # [P, k] of each block's tokens in their row; the last place where a row has ended
     there: Tensor  # [B, P, k] bool: the token is there, and of the document that its block begins in
@@ -88,7 +88,7 @@ class _Groups:
 
     @staticmethod
     def of(batch: TokenBatch, blocks: Blocks, shape: SpireShape) -> _Groups:
-        """Return groups of `GROUP` blocks; one of all blocks, over the whole row, where that is no more work."""
+        """Return groups of `GROUP` blocks; one of all blocks, over the whole row, where that is as little work."""
         rows, length = batch.tokens.shape
         starts = blocks.places[:, 0]
         count, depth, device = len(starts), blocks.places.shape[1], starts.device

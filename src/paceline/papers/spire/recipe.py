@@ -36,7 +36,7 @@ OMEGA = 0.5  # weight of distillation in the mixed loss
 
 @dataclass(frozen=True, kw_only=True)
 class SpireOptions:
-    """What is trained."""
+    """Describe what is trained."""
 
     hot_head: float = hot_share()
     layers: int = option(0, help="layers of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
@@ -143,7 +143,7 @@ class SpireRecipe:
         return inputs[-n:], target.final(last)
 
     def _rows(self, batch: TokenBatch, offset: int, past: list[Tensor]) -> Iterator[PassRows]:
-        """Of each pass the rows that have something to learn."""
+        """Yield the rows of each pass that have something to learn."""
         blocks = Blocks.of(batch, self.shape.depth, offset)
         passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, past)
         first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * batch.tokens.shape[1]

@@ -1,4 +1,4 @@
-"""Draft sessions of SPIRe's draft: memory of each text in its ring, and of nodes that are not decided on beside it.
+"""Draft sessions of SPIRe's draft: memory of each text in its ring, and of nodes that are not decided on next to it.
 
     slots of a text    sinks | window, and the root | one for each node
     a row sees         memory of earlier tokens of the text, of the root, and of its ancestors; never its own

@@ -20,7 +20,7 @@ class Aims:
 
     tokens: Tensor  # [R, gamma] y_{t+1+j}; 0 where there is none
     exists: Tensor  # [R, gamma] bool
-    main: Tensor  # [R, gamma] flat main row t + j, which says p(y_{t+1+j}); the carrier itself where there is none
+    main: Tensor  # [R, gamma] flat main row t + j, which predicts p(y_{t+1+j}); the carrier itself where there is none
     following: Tensor  # [R] y_{t+1}
     counts: Tensor  # [gamma] rows of the whole batch that have a target: the denominators
     rows: int  # carriers of the whole batch

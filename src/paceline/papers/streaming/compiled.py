@@ -1,6 +1,6 @@
 """Choose which nodes carry streams in a fused pass of one compiled call, by what rows cost on this machine.
 
-What comes out is what `reading.read_streams` and the parts of the pass give, which remain the reference. Of the
+The result is what `reading.read_streams` and the parts of the pass give, which remain the reference. Of the
 streams' logits come the few that drafts need; scores of a sampled draft's tokens can differ in their last bits.
 
 Of a tree those nodes carry streams in the pass that are likely to be the last accepted ones (`_choose_stream_nodes`).

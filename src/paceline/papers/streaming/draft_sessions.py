@@ -1,10 +1,10 @@
 """Draft sessions of a draft model with streams of its own: several tokens of a chain in one pass of it.
 
     pass j      tip - g1 - g2          g: what the streams of the last pass guessed after the tip
-    it says     t1    t2   t3          t1 = g1 and t2 = g2: the chain is three tokens longer, in one pass for three
+    predicts     t1    t2   t3          t1 = g1 and t2 = g2: the chain is three tokens longer, in one pass for three
     streams     of the last node that was right, of which the next pass's guesses are made
 
-The draft model decides: a guess stays where it is what the model itself says there, so that a chain is, token for
+The draft model decides: a guess stays where the model itself emits it, so that a chain is, token for
 token, the one that it drafts without streams, in fewer internal steps. Nothing changes for the target.
 
 Source: Mirror Speculative Decoding, section 3.2 and appendix D.2; Speculative Streaming, sections 2.1 and 2.2.
@@ -71,12 +71,12 @@ class StreamingSessions(ModelSessions):
         self._guessed: dict[int, dict[int, list[int]]] = {}  # by sequence, by node: tokens that may follow it
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._guessed.pop(key, None)
         super().close(key)
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`. What was guessed below nodes that stay is of use still."""
+        """Implement `DraftSessions`. What was guessed below nodes that stay is of use still."""
         super().reroot(key, node)
         stay = self._open[key].nodes
         guessed = self._guessed.pop(key, {})
@@ -86,7 +86,7 @@ class StreamingSessions(ModelSessions):
         self._guessed[key] = remaining
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._guessed.pop(key, None)
         super().commit(key, tokens)
 
@@ -147,7 +147,7 @@ class StreamingSessions(ModelSessions):
         return chains
 
     def _walk(self, one: Expansion, chains: Sequence[_Chain], logits: Tensor, first: int) -> list[_Carrier]:
-        """Append to each chain what the model says, along the guesses that it confirms.
+        """Append to each chain what the model emits, along the guesses that it confirms.
 
         Args:
             one: the sequence's part of the pass.

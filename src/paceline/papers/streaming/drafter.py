@@ -87,12 +87,12 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
 
     @property
     def prunes(self) -> bool:
-        """Whether trees are pruned in mid-pass."""
+        """Return whether trees are pruned in mid-pass."""
         return self.prune_threshold is not None or self.prune_count is not None
 
     @property
     def is_chain(self) -> bool:
-        """Whether drafts never branch."""
+        """Return whether drafts never branch."""
         return self.chain or self.k == 1 or self.proposes == "sampled"
 
     @property
@@ -145,7 +145,7 @@ class StreamsDrafter(Drafter):
             in_pass=True,
         )
         self._stream_scores: dict[int, LevelScores] = {}  # by sequence, of its last accepted node
-        self._expected: dict[int, bool] = {}  # by sequence: whether it is asked in the next step, where that is known
+        self._expected: dict[int, bool] = {}  # by sequence: whether it is called in the next step, where that is known
 
     # -- the contract
 
@@ -166,11 +166,11 @@ class StreamsDrafter(Drafter):
         return self.streams if self._expected.get(sequence.key, True) else None
 
     def expect(self, requested: abc.Mapping[int, bool]) -> None:
-        """See `Drafter`: rows carry streams where they are asked for in the next step."""
+        """Implement `Drafter`: rows carry streams where they are requested in the next step."""
         self._expected |= requested
 
     def idle_reason(self, view: Sequence) -> str | None:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         application = view.application
         if self.streams is None and (application is None or application.beside is None):
             who = "the base model" if application is None else f"application {application.name!r}"
@@ -178,7 +178,7 @@ class StreamsDrafter(Drafter):
         return None
 
     def scratch_slots(self, rows: int, sequences: int) -> int:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         gamma = 0 if self.streams is None else self.streams.config.gamma
         if self.config.at == "nodes":
             return gamma * rows
@@ -218,7 +218,7 @@ class StreamsDrafter(Drafter):
         return budget if self.config.nodes is None else min(budget, self.config.nodes)
 
     def _depth(self, sequence: Sequence, budget: int, max_depth: int) -> int:
-        """Of how many streams a draft can be made; 0: there are none."""
+        """Return how many streams a draft can be made of; 0: there are none."""
         heard = self._stream_scores.get(sequence.key)
         if heard is None:
             return 0
@@ -227,7 +227,7 @@ class StreamsDrafter(Drafter):
     def _merged(
         self, want: DraftRequest, depths: abc.Sequence[int], leftovers: abc.Sequence[LevelScores | None], children: int
     ) -> list[Proposal]:
-        """For each sequence the tree of what its streams say now, and that of what was left over below it."""
+        """For each sequence the tree of what its streams predict now, and that of what was left over below it."""
         fresh: list[tuple[Sequence, LevelScores | None, int]] = []
         again: list[tuple[Sequence, LevelScores | None, int]] = []
         for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, leftovers, strict=True):

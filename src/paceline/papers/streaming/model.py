@@ -1,6 +1,6 @@
 """Speculative streams of a decoder: their trained parameters, the file format, and the initial states.
 
-A row of the target that carries streams has gamma of them beside it in the top layers; stream j predicts the token j
+A row of the target that carries streams has gamma of them next to it in the top layers; stream j predicts the token j
 places after the row's own next one. `StreamSet` holds all that a trained set adds to the base model.
 
 Source: Speculative Streaming, section 2 and appendix G.1.
@@ -25,7 +25,7 @@ from ...model.linear import nan_parameter
 from ...weights.trained_files import TrainedConfig, TrainedFiles
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
-UNUSED: dict[str, Any] = {"start_rank": 0, "exits": [], "value_rotation": None}  # what files said of variants that left
+UNUSED: dict[str, Any] = {"start_rank": 0, "exits": [], "value_rotation": None}  # keys of variants that were removed
 EMBEDDING_DEVIATION = 0.02
 STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
 MAX_STREAMS, MAX_WIDTH = 1024, 2**20  # of gamma; of d_model and an adapter's rank

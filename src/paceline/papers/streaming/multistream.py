@@ -28,7 +28,7 @@ from .model import StreamSet
 
 @dataclass(frozen=True, slots=True)
 class StreamPass:
-    """What all layers of a pass of streams share."""
+    """Describe what all layers of a pass of streams share."""
 
     network: Network
     trained: StreamSet
@@ -60,7 +60,8 @@ class StreamPass:
         if q_main is not None:
             q = torch.cat((q_main[:, None], q), 1)
         attended = group_attention(q, (k, v), (own_k, own_v), self.carriers, steps, net.config.windows[index])
-        # A linear layer multiplies rows one matrix a carrier where they lie apart, so they are brought together first.
+        # A linear layer multiplies rows one matrix a carrier where they lie separately, so they are brought together
+        # first.
         rows = attended[:, extra:].contiguous()
         return net.finish_layer(index, hidden, rows, self.delta), attended[:, :extra].flatten(1)
 
@@ -76,7 +77,7 @@ def stream_pass(network: Network, trained: StreamSet, carriers: CarrierRows) -> 
 
 @dataclass(frozen=True, slots=True)
 class MainPass:
-    """What the streams read from the main rows."""
+    """Describe what the streams read from the main rows."""
 
     states: tuple[Tensor, ...]  # [B * T, d] M after layer N - Ns - 1 and after each MSA layer, before the final norm
     final: Tensor  # [B * T, d] after the final norm

@@ -41,7 +41,7 @@ class StreamRun(NamedTuple):
 
 
 class StreamTokens(NamedTuple):
-    """What the streams of one sequence's last accepted node say."""
+    """Describe what the streams of one sequence's last accepted node predict."""
 
     tokens: list[list[int]]  # [streams][k], likeliest first
     log_q: list[list[float]]

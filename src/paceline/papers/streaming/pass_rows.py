@@ -80,7 +80,7 @@ def choose_carriers(p: Pass, general: abc.Callable[[Sequence], StreamSet | None]
 
 
 class StreamInsertion:
-    """Adds streams to one pass, and plans its rows anew as they change.
+    """Adds streams to one pass, and plans its rows again as they change.
 
     Args:
         p: the pass, its state embedded and planned.

@@ -34,7 +34,7 @@ def prune(
     Args:
         p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.remaining`.
         carriers: whose trees may be pruned now: each is pruned once.
-        insertion: the pass's segments, and the streams that are in it; to be planned anew where nodes went.
+        insertion: the pass's segments, and the streams that are in it; to be planned again where nodes went.
         target: the model.
         threshold, count: as of `surviving`.
 

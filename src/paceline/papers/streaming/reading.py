@@ -54,7 +54,7 @@ def most_accepted(work: Work) -> int:
 
 
 def _of_use(p: Pass, work: int) -> bool:
-    """Whether another draft can follow."""
+    """Return whether another draft can follow."""
     going_on = p.emitted[work] and not p.works[work].sequence.finished
     return bool(going_on) and len(p.paths[work]) <= most_accepted(p.works[work])
 
@@ -82,7 +82,7 @@ def _run_late(p: Pass, carriers: Sequence[StreamAnchors], layer: int, target: De
 def count_streams(p: Pass, carriers: Sequence[StreamAnchors], num_layers: int) -> None:
     """Count the streams and the pruned nodes of a pass that went part by part, its tokens emitted."""
     for c in carriers:
-        if c.work not in p.paths:  # in mid-prompt; by now the work itself no longer says so
+        if c.work not in p.paths:  # in mid-prompt; by now the work itself no longer states this
             continue
         useful, rode = _of_use(p, c.work), c.segment is not None
         count_carrier(p, c, c.gamma * (p.spans[c.work].nodes if rode else useful), useful, rode, num_layers)

@@ -33,7 +33,7 @@ from .multistream import MainPass, lossless_streams, main_pass, shared_pass
 if TYPE_CHECKING:
     from ...train.registry import BuildContext
 
-# Streams start far from what they are to say (9.6 nats a token where a trained set has 2), so adapters must move fast:
+# Streams start far from their aims (9.6 nats a token where a trained set has 2), so adapters must move fast:
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
 SCALE = 4.0
 TargetOf: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
@@ -42,7 +42,7 @@ _OF_STREAMS = ("layers", "prune_rank", "alpha_j", "segment", "positions")  # of 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamsOptions:
-    """What is trained, and on what loss."""
+    """Describe what is trained, and on what loss."""
 
     mode: Literal["lossless", "shared"] = option(
         "lossless",

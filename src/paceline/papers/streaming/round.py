@@ -1,6 +1,6 @@
 """The fused round: the plain round, whose passes verify the last draft and make the next by streams.
 
-Trees may be pruned and streams begin between two layers, and what the streams of the last accepted node say is read
+Trees may be pruned and streams begin between two layers, and what the streams of the last accepted node predict is read
 after the pass, for the drafter to observe.
 
 Source: Speculative Streaming, sections 2.1 to 2.3 and appendix G.1.
@@ -119,7 +119,7 @@ class StreamHook(PassHook):
             self.rows = self._run.rows
 
     def decide(self, stack: Stack, token_pass: TokenPass, pool: KVPool, taps: NativeTaps | None) -> list[int]:
-        """Return the choices of the pass; what its streams say is kept for `after`."""
+        """Return the choices of the pass; what its streams predict is kept for `after`."""
         if self._run is None:
             return super().decide(stack, token_pass, pool, taps)
         chosen, self._answers, self.late_ms = decide_streams(stack, token_pass, self._run, pool, taps)

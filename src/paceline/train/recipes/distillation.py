@@ -107,7 +107,7 @@ class DraftModelRecipe:
         options: the loss.
         config: the draft's config.json.
         held_out: batches by domain.
-        features: where it is known what the target says; None: the target is run on each batch.
+        features: where it is known what the target emits; None: the target is run on each batch.
         hot: [H] int64, ascending: the only tokens that are drafted, for which alone the head is computed. Where the
             text has another one there is nothing to learn. None: all.
     """
@@ -128,7 +128,7 @@ class DraftModelRecipe:
         self.features = features or OnlineFeatures(target)
         self.hot = None if hot is None else hot.to(target.head_weight.device)
         self._places = torch.empty(0) if self.hot is None else places_of(self.hot, target.config.vocab_size)
-        self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
+        self._says: dict[str, list[Tensor]] = {}  # what the target emits on held-out data, by domain
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Return the mean over the rows that carry weight, and its two parts."""

@@ -52,7 +52,7 @@ RANKS = 10  # likeliest tokens of a step whose hit rates are counted
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How a drafter over the target's states learns."""
+    """Describe how a drafter over the target's states learns."""
 
     depth: int = option(3, help="steps it is trained for, as many as it will draft", minimum=1, maximum=16)
     anchors: float = option(
@@ -66,7 +66,7 @@ class HeadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(HeadOptions):
-    """How a drafter with a layer learns."""
+    """Describe how a drafter with a layer learns."""
 
     start: Literal["random", "target"] = option(
         "random", help="what the layer begins as, without --init: target: the target's last, its map fitted"
@@ -74,7 +74,7 @@ class LayerOptions(HeadOptions):
 
 
 def begin(model: Any, options: LayerOptions, context: BuildContext) -> None:
-    """Fill a fresh drafter as the options say (see `start_from_target`), or continue from ``context.init``."""
+    """Fill a fresh drafter as the options state (see `start_from_target`), or continue from ``context.init``."""
     if context.init is not None:
         model.resume(context.init)
     elif options.start == "target":
@@ -109,7 +109,7 @@ class Ahead:
 
     rows: Tensor  # [R] flat; the anchor itself where there is none
     tokens: Tensor  # [R] int64 there; the anchor's own where there is none
-    weights: Tensor  # [R] of what the target says there; 0 where there is no such row
+    weights: Tensor  # [R] of what the target emits there; 0 where there is no such row
 
     @staticmethod
     def of(batch: TokenBatch, index: Tensor, step: int) -> Ahead:
@@ -313,7 +313,7 @@ class HeadRecipe:
         return sums
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be said."""
+        """Return features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be emitted."""
         placed = (batch.places >= 0).any()  # in the run's cache
         true = self.target.final(self.features.states(batch) if placed else last_states(self.target, batch))
         says, counted = torch.zeros_like(batch.tokens), batch.weights > 0
@@ -348,7 +348,7 @@ def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, 
     Args:
         hits: [steps, R, ranks] bool, whether the target's token is the likeliest, the next one, ..
         losses: [steps, R] -log q of the text's token.
-        exists: [steps, R] bool, whether there is a token to be said.
+        exists: [steps, R] bool, whether there is a token to be emitted.
     """
     best = torch.stack((hits[..., 0], hits[..., :BRANCHES].any(-1)), 1)  # [steps, 2, R]
     alive = best.cumprod(0).bool()  # every step so far was right
