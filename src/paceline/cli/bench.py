@@ -138,7 +138,7 @@ def calibrate(
 
 @app.command()
 @takes(
-    asked=StepConfig,
+    pass_options=StepConfig,
     llm=LLMConfig,
     only={"rows", "context", "repeats", "model", "dtype", "kv_cache_dtype", "device", "exact", "kernels", "threads"}
     | {"tensor_parallel"},
