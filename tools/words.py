@@ -86,8 +86,9 @@ def places(path: str, text: str) -> Iterator[Place]:
 
 
 def phrases(number: int, line: str) -> Iterator[Place]:
-    """Yield the phrases of a line."""
-    if not line.strip():
+    """Yield the phrases of a line, without its identifiers: words in backticks, parameters before a colon, keys."""
+    line = re.sub(r"`+[^`]*`+|^\s*\w+(, \w+)*: ", "", line)
+    if " " not in line.strip():
         return
     for name, pattern in PHRASES.items():
         for match in pattern.finditer(line):

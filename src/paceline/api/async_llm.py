@@ -94,7 +94,7 @@ class AsyncLLM:
         request_ids: list[str] = []
 
         def post(item: list[Chunk] | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to receive it
                 loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         def tell(news: LiveRequest | Exception) -> None:  # in the engine's thread

@@ -124,7 +124,7 @@ class LLM:
     # -- answers
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return how the model is sampled by ``paceline chat``: as its ``generation_config.json`` says.
+        """Return how the model is sampled by ``paceline chat``, by its ``generation_config.json``.
 
         Of that file come temperature, top_p, top_k, min_p and repetition_penalty; with ``do_sample: false`` the
         temperature is 0.
@@ -196,7 +196,7 @@ class LLM:
 
         Args:
             prompt, params, application: as for `generate`.
-            options: ``said``, ``priority``, ``deadline_s``, ``speculation`` and ``store`` of `Engine.submit`.
+            options: ``resume_tokens``, ``priority``, ``deadline_s``, ``speculation`` and ``store`` of `Engine.submit`.
 
         Raises:
             ConfigError: the prompt, the parameters or the application cannot be used.

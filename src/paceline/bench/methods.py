@@ -30,7 +30,7 @@ NONE = "none"  # the drafter of plain decoding
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "applications"}
 _SHARED |= {"pipeline", "tensor_parallel"}  # their processes serve one engine, and a run's engines share their target
-_SHARED.add("learn")  # what is measured stays as it is
+_SHARED.add("learn")  # measured code stays as it is
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
 _NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>

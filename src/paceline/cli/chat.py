@@ -1,7 +1,7 @@
 """``paceline chat``: a conversation in the terminal, with the keys and the history of readline.
 
-Several lines that are pasted are one turn. Ctrl-C stops the answer that is being written, not the program; what was
-written stays in the conversation. Nothing of the history is kept on disk.
+Several lines that are pasted are one turn. Ctrl-C stops the answer that is being written, not the program; text that
+was written stays in the conversation. Nothing of the history is kept on disk.
 """
 
 from __future__ import annotations

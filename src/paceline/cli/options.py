@@ -7,7 +7,7 @@ A command declares the dataclasses that it fills::
     def generate(prompt: ..., llm: dict[str, Any], params: dict[str, Any]) -> None: ...
 
 and its parameters ``llm`` and ``params`` become one flag a field: ``max_tokens: int = 16`` is
-``--max-tokens INTEGER``. Help comes from the field's ``metadata["help"]``; a field whose metadata says
+``--max-tokens INTEGER``. Help comes from the field's ``metadata["help"]``; a field whose metadata has
 ``cli=False`` has no flag, ``flag="--word"`` gives it another, and a ``metavar`` such as ``N,N,..`` makes one text of
 several numbers. The command gets dictionaries to pass on
 to Python: values are checked there, once, for the command line and for everybody else.
@@ -35,7 +35,7 @@ DEFAULT_MODEL = "paceline-small"
 DEFAULTS = {"model": DEFAULT_MODEL, "drafter": AUTO_DRAFTER}  # of the commands that answer
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
-PANELS = {  # of the help: fields by panel; what is in none stands among the command's own options
+PANELS = {  # of the help: fields by panel; those in none stand among the command's own options
     "Sampling": " ".join(spec.name for spec in fields(SamplingParams)),
     "Speculation": "round verifier budget applications learn",
     "Model": "dtype device exact kernels threads revision offline",

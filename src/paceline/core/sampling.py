@@ -172,7 +172,7 @@ class SequenceSampler:
     def candidates(
         self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool
     ) -> Tensor:
-        """Return [n, V]: what candidates of another network for this sequence's next token are ranked by.
+        """Return [n, V]: scores that rank candidates of another network for this sequence's next token.
 
         Like `ranked`, but tokens that top-k, top-p or min-p exclude come `BEHIND` the others and not out: the target's
         own truncation may keep them.
@@ -188,7 +188,7 @@ class SequenceSampler:
         return ranked + self.noise(positions, device=ranked.device) if noisy else ranked
 
     def ranked(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool) -> Tensor:
-        """Return [n, V]: what drafts are ranked by, before a softmax: `scores` (``noisy``) or `process`.
+        """Return [n, V]: scores that rank drafts, before a softmax: `scores` (``noisy``) or `process`.
 
         Args:
             logits: [n, V] of the drafting network.

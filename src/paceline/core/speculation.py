@@ -1,4 +1,4 @@
-"""What one request asks of speculation; its tokens are the same either way."""
+"""Options of speculation by request; its tokens are the same either way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step did for one sequence, kept where its request asks to see it."""
+"""What one step did for one sequence, kept where its request includes a trace."""
 
 from __future__ import annotations
 

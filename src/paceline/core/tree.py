@@ -114,7 +114,7 @@ class TokenTree:
         return self._depths
 
     def ancestor_mask(self, b: int) -> Tensor:
-        """Return [n, n] bool of request ``b``: [i, j] says that node j is i itself or one of its ancestors.
+        """Return [n, n] bool of request ``b``: [i, j] whether node j is i itself or one of its ancestors.
 
         Only the tree: whatever comes before the root is visible to every node anyway.
         """

@@ -1,4 +1,4 @@
-"""Drafters that `paceline adapt` made for a model: a folder whose `SETTINGS` say how it is drafted with.
+"""Drafters that `paceline adapt` made for a model: a folder whose `SETTINGS` have the options.
 
 The folder is a drafter's name of its own (``--drafter FOLDER``), and ``auto`` finds the last one that was made for a
 model by the fingerprint of the model's weights: a file in the user's cache names the folder.
@@ -32,7 +32,7 @@ def is_adapted(text: str) -> bool:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what a folder's settings say.
+    """Return a folder's settings.
 
     Raises:
         ConfigError: they cannot be read, or are of another format.

@@ -46,7 +46,7 @@ class DrafterSpec:
     observes: bool = True  # whether `observe` does anything: it is not called else
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
-    parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
+    parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it calls, by source mark: see `DraftRule.ask`
     in_pass: bool = False  # drafts from rows of its own in the target's pass, called a step ahead: see `expect`
     scratch: int = 0  # slots a sequence in the target's K/V pool, next to the text's, that its drafts need
 
@@ -70,7 +70,7 @@ class DraftRule(Protocol):
     """Describe what a node must be worth, and which source of several is worth asking; see `engine.auto`."""
 
     def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
-        """Return indices of the sequences to ask a source for, given each one's chance of having a next token."""
+        """Return indices of the sequences to call a source for, given each one's chance of having a next token."""
 
     def record_cost(self, source: int, passes: int, ms: float) -> None:
         """Learn the time of the last call of a source, and how many passes its network took."""
@@ -93,7 +93,7 @@ class DraftRequest:
     budgets: abc.Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
     max_depths: abc.Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
     floor: float = 0.0  # chance of a path below which another level of a network does not pay
-    rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
+    rule: DraftRule | None = None  # for drafters that call others; None: all of them, for all
     # [B] the target's K/V of each: of all tokens but the root, which has the first reserved slot; the reserved ones are
     # free to write to, since verification writes them again. All else is read only
     caches: abc.Sequence[SequenceCache] = ()
@@ -131,11 +131,11 @@ class Drafter:
     """Proposes draft tokens. A drafter has a `spec`, and one of three: `sessions`, `draft` or `propose`.
 
     `propose` makes trees of what `draft` gives, and `draft` grows `sessions`. A drafter overrides the first of these
-    that it does better: where one compiled call grows a whole draft, say, or where drafts are no chains.
+    that it does better: where one compiled call grows a whole draft, for example, or where drafts are not chains.
     """
 
     spec: DrafterSpec
-    parts: abc.Sequence[Drafter] = ()  # the drafters that it asks
+    parts: abc.Sequence[Drafter] = ()  # the drafters that it calls
     trusted: ClassVar[bool] = False  # whether what `draft` gives needs no check; see `TokenTree.from_parents`
     own_sessions: DraftSessions | None = None  # that it keeps; `draft` grows them, or does what they do in one call
     _lengths: dict[int, int]  # sequence -> tokens that its own session knows

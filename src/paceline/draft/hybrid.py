@@ -106,7 +106,7 @@ def _name(text: str) -> str:
 
 
 def with_parts(parts: abc.Sequence[str], drafter: str) -> str:
-    """Return a drafter's name with others asked before it; of one that drafts nothing the others alone."""
+    """Return a drafter's name with others called before it; of one that drafts nothing the others alone."""
     kind, _, rest = drafter.partition(":")
     if kind == NoneConfig.kind:
         return f"hybrid:{'+'.join(parts)}"
@@ -119,7 +119,7 @@ def with_parts(parts: abc.Sequence[str], drafter: str) -> str:
 
 
 class Hybrid(Drafter):
-    """Asks several drafters and merges what they propose.
+    """Calls several drafters and merges their proposals.
 
     Args:
         config: options.
@@ -224,7 +224,7 @@ class Hybrid(Drafter):
         return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
 
     def _asked(self, source: int, want: DraftRequest, first: abc.Sequence[float]) -> list[int]:
-        """Return the sequences to ask a drafter for."""
+        """Return the sequences to call a drafter for."""
         if want.rule is not None:
             return want.rule.ask(source, want.sequences, first)
         open_ = [i for i, view in enumerate(want.sequences) if view.sources is None or source in view.sources]
@@ -240,7 +240,7 @@ class Hybrid(Drafter):
         drafts: abc.Sequence[Proposal],
         first: list[float],
     ) -> int:
-        """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
+        """Call one drafter, and merge its proposals. Returns the passes that it took."""
         part, rule = self.parts[source], want.rule
         request = DraftRequest(
             sequences=[want.sequences[i] for i in requested],

@@ -1,4 +1,4 @@
-"""What is known of each place ahead whatever is drafted in front of it, and the product trees made of it.
+"""Scores of each place ahead, independent of the tokens drafted in front of it, and the product trees made of them.
 
 A level is given by logits, or truncated by its best tokens and their log q, where compiled code gave no more.
 """

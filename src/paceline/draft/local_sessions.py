@@ -12,12 +12,12 @@ from .sessions import Ask, DraftSessions, NewNodes, Opening, Pending
 
 @dataclass(slots=True)
 class LocalGrowing:
-    """A growth that is under way: what its next level requests, and what came; see `Pending`."""
+    """A growth that is under way: requests of its next level, and results; see `Pending`."""
 
     asks: dict[int, Ask]  # by sequence, of the next level
-    levels_left: dict[int, dict[int, int]]  # by sequence: of each node in its ask how many levels are wanted below it
+    levels_left: dict[int, dict[int, int]]  # by sequence: of each node in its request the levels below it
     added: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
-    ticket: int = 0  # by which who asked knows it
+    ticket: int = 0  # by which its caller knows it
     levels: list[dict[int, NewNodes]] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
     done: bool = False
@@ -33,7 +33,7 @@ class LocalGrowing:
         return growth
 
     def plan_next_level(self, key: int, grown: NewNodes) -> None:
-        """Say what the next level of a sequence is to draft, given the level that was drafted now."""
+        """Plan the next level of a sequence, given the level that was drafted now."""
         levels_left = self.levels_left.pop(key) | dict(zip(grown.added, self.added.pop(key, ()), strict=True))
         del self.asks[key]
         if max(levels_left.values()) == 1:
@@ -84,7 +84,7 @@ class LocalSessions:
         return True
 
     def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
-        """Implement `AsyncSessions`; what is drafted at once raises what the sessions raise."""
+        """Implement `AsyncSessions`; drafting at once raises what the sessions raise."""
         growth = LocalGrowing.of(asks, levels)
         if self._thread is None:
             self._draft(growth)

@@ -90,7 +90,7 @@ class ModelSessions(NetworkSessions):
         """Return whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
 
         Heads of one family often differ in how far they are padded. A target whose head is the wider one may be
-        given, and may say, ids that the draft lacks.
+        given, and may emit, ids that the draft lacks.
         """
         vocabulary, tokens = self.decoder.config.vocab_size, session.view.tokens
         if vocabulary >= self._vocab:

@@ -6,7 +6,7 @@
 A row's ancestors are fixed when it is computed: cutting the tree drops rows, and moves those that stay together.
 
 Look-ups may be called first. What they are sure of becomes a node of which nothing is computed until the network is
-asked below it; then the nodes above are computed in the same pass.
+used below it; then the nodes above are computed in the same pass.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class ObservingSessions(NetworkSessions):
     """Sessions of a drafter that is shown the target's states, those of a text before its session is open, too."""
 
     def open(self, opening: Opening) -> None:
-        """Begin with a sequence; what was observed of its text stays."""
+        """Begin with a sequence; states observed of its text stay."""
         self.follow(opened(opening, self._vocab, self._eos_ids))
 
 
@@ -215,7 +215,7 @@ class ObservingDrafter(Drafter):
 
     trusted = True
     body: Any  # its texts
-    on_states: Callable[[StepFeatures], None] | None = None  # told of what the drafter is shown
+    on_states: Callable[[StepFeatures], None] | None = None  # called with what the drafter is shown
 
     @inference
     def observe(self, step: StepFeatures) -> None:

@@ -70,7 +70,7 @@ class DrafterConfig(NamedConfig):
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
     options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
     The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``refuses`` has options that
-    other drafters have and this one cannot, each with why not and what to do. ``nests`` says that the subject is made
+    other drafters have and this one cannot, each with why not and what to do. ``nests`` means that the subject is made
     of drafters' texts, whose options stand after semicolons. ``weights`` names the option that holds what was trained
     for the target; where it is empty the zoo's is meant, or with ``of_applications`` the applications' where there are
     any.

@@ -85,7 +85,7 @@ class Resampling:
 
     def __init__(self, config: ResamplingConfig, nodes: int, levels: int) -> None:
         self.form, self.extra, self.threshold, self.nodes = config.resample, config.extra, config.threshold, nodes
-        self._drafted: dict[int, Drafted] = {}  # by sequence: what was not used again so far
+        self._drafted: dict[int, Drafted] = {}  # by sequence: levels not used again so far
         if not self.on:
             config.require("threshold", not config.threshold, "is of no meaning without re-sampling")
         else:

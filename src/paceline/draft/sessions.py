@@ -5,7 +5,7 @@ the nodes drafted below it, until the verdict states which of them the text cont
 
     open      the sequence, as plain data
     grow      one level: nodes that are given with their tokens, and drafted children below them and below others
-    reroot    the text continues to a drafted node: what hangs below it stays, all else goes
+    reroot    the text continues to a drafted node: nodes below it stay, all others go
     commit    the text continues with other tokens: every node goes
     close     the sequence ended or was preempted
 
@@ -102,7 +102,7 @@ class DraftSessions(Protocol):
         """Begin with a sequence."""
 
     def grow(self, asks: abc.Sequence[Ask]) -> list[NewNodes]:
-        """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
+        """One level for each of several sequences; nodes that cannot be expanded (for want of room) get no child.
 
         A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
         requested: each but its last node then has its one child.
@@ -152,7 +152,7 @@ class AsyncSessions(DraftSessions, Protocol):
 
         Args:
             asks: the first level, each of another sequence and with a node or more.
-            levels: of each ask, for every given and every expanded node, tokens wanted below it.
+            levels: by request, for every given and every expanded node, tokens wanted below it.
         """
 
     def look(self) -> None:
@@ -167,7 +167,7 @@ def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Pro
 
     Args:
         sessions: opened for these sequences, and without drafted nodes.
-        want: what is wanted.
+        want: the request.
         levels: of a chain, at most.
     """
     drafts = [Proposal() for _ in want.sequences]

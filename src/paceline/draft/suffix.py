@@ -330,7 +330,7 @@ class SuffixDrafter(LookUp):
             if (score := drafted.expected_accepted) > best_score:
                 best, best_score = drafted, score
                 best.matched = match.matched
-        for i, depth in enumerate(depths_below(best.parents)):  # frequencies say nothing of how long the match is
+        for i, depth in enumerate(depths_below(best.parents)):  # frequencies do not depend on the length of the match
             best.log_scores[i] += log_trust(best.matched, depth)
         return best
 

@@ -78,7 +78,7 @@ class LookUps:
         return bool(matches) and matches[0][1] >= self._sure
 
     def find(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> tuple[int, Found]:
-        """Return what the first says that is sure, else what the surest says, and its source mark.
+        """Return the followers of the first look-up that is sure, else of the surest, and its source mark.
 
         Tokens that the sequence's grammar does not allow are left out.
         """
@@ -134,7 +134,7 @@ class DraftTree:
     view: Sequence
     nodes: dict[int, Node] = field(default_factory=dict)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
-    states: dict[int, Any] = field(default_factory=dict)  # by node: what its row gave that rows below it need
+    states: dict[int, Any] = field(default_factory=dict)  # by node: results of its row for rows below it
     fresh: int = ROOT + 1  # the next number
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
@@ -254,7 +254,10 @@ class TextSessions:
         return grown
 
     def _look_up(self, session: Any, ask: Ask, grown: NewNodes) -> dict[int, tuple[int, Found]]:
-        """Return the nodes that no look-up is sure of, and what the look-ups say there; add children of the others."""
+        """Return the nodes that no look-up is sure of, and the look-ups' followers there.
+
+        Add children of the others.
+        """
         unsure: dict[int, tuple[int, Found]] = {}
         for node in dict.fromkeys([*grown.added, *ask.expand]):
             source, matches = self.look_ups.find(session.view, session.tokens(node), ask.width)

@@ -1,4 +1,4 @@
-"""What rounds share whose drafters draft ahead of the target's decisions: options, refusals, and faults."""
+"""Parts of rounds whose drafters draft ahead of the target's decisions: options, refusals, and faults."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SessionGuard:
     Args:
         drafter: its name.
         sessions: of it.
-        drop: told that all sessions are gone.
+        drop: called when all sessions are gone.
     """
 
     def __init__(self, drafter: str, sessions: AsyncSessions, drop: Callable[[], None]) -> None:

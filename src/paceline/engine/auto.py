@@ -9,10 +9,10 @@ and the k that makes the most of it is checked; nothing, where nothing pays. Thi
 second over many steps (a ratio is at its largest where no choice improves numerator - ratio x denominator; Dinkelbach
 1967). `chances` states how likely nodes are, `costs` what rows take, and both are moving averages.
 
-A drafter is called for a sequence where asks bring more than they cost, on average. A fixed share of the time (`SHARE`)
-goes to asks that are not expected to pay, by source, and to rows that seem too dear, so that a wrong estimate does not
-last; a few steps are plain ones. Once a batch size is known the rule looks at one step of several, and its decisions
-stand in the others.
+A drafter is called for a sequence where calls bring more than they cost, on average. A fixed share of the time
+(`SHARE`) goes to calls that are not expected to pay, by source, and to rows that seem too dear, so that a wrong
+estimate does not last; a few steps are plain ones. Once a batch size is known the rule looks at one step of several,
+and its decisions stand in the others.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .budget import MAX_BUDGET, DraftBudget, StepRecord
 from .chances import FIRST_GAIN, AskGain, Chances, History, best_count
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 
-SHARE = 0.008  # share of the time for asks of a source that are not expected to pay
+SHARE = 0.008  # share of the time for calls of a source that are not expected to pay
 ROW_SHARE = 0.004  # share of the time for rows that are not expected to pay
 PILOT = 3  # calls of a network that are made for one sequence alone, to find out what they cost
 DEAREST = 5.0  # plain steps that a trial may take at most: a long prompt to catch up with
-LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
+LEAST_OPEN = 0.05  # chance of being needed at least, by which the gain of a call is scaled
 MARGIN = 0.1  # nodes must be worth so much more than they cost: the best of many estimates are too good
 FIRST_ROWS = 8  # most nodes of the first check at a batch size; later at most twice as many as ever before
 RATE = 1 / 16  # weight of a step in the tokens a millisecond earned
-PLAIN_FIRST = 2  # plain steps at a batch size before drafts: what drafts are compared with must be measured
+PLAIN_FIRST = 2  # plain steps at a batch size before drafts: the time that drafts are compared with must be measured
 PLAIN_EVERY = 128  # steps between plain ones later; before, as many as double with each of them
 KNOWN_AFTER = 48  # a batch size is known after so many looks; until then the rule looks at every step
 LOOK_EVERY = 8  # then it looks at one step of so many, as long as the batch stays the same
@@ -48,7 +48,7 @@ REST = 4  # where nothing is drafted it looks at one step of so many
 
 @dataclass(slots=True)
 class _Asks:
-    """The asks of one source in a step."""
+    """The calls of one source in a step."""
 
     least: dict[int, float] = field(default_factory=dict)  # sequence -> chance of being needed from which it pays
     opens: dict[int, float] = field(default_factory=dict)  # the same chance, of sequences called for in the step
@@ -61,7 +61,7 @@ class _Asks:
 class _BatchSize:
     """Moving averages over steps of a bucket of batch sizes."""
 
-    gains: list[AskGain]  # by source: what asks bring
+    gains: list[AskGain]  # by source: gains of calls
     tokens: float = 0.0  # of a step
     ms: float = 0.0  # of a step
     looks: int = 0
@@ -80,7 +80,7 @@ class AutoBudget(DraftBudget):
             it has ways to come by them. None: as many as drafters.
         draft_costs: the costs of each source; None: all sources are look-ups.
         prepares: the source that proposes only what the step before has prepared, in the target's pass; a step that
-            does not ask it prepares nothing. None: there is no such source.
+            does not call it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
         spares: whether a drafter reads states of the step before a draft, and of no earlier one.
 
@@ -112,7 +112,7 @@ class AutoBudget(DraftBudget):
         self._chances = [Chances() for _ in range(marks or len(sources))]
         self._histories: dict[int, History] = {}
         self._sizes: dict[int, _BatchSize] = {}  # by bucket
-        self._expected: dict[int, float] = {}  # source -> tokens that its first ask is taken to bring
+        self._expected: dict[int, float] = {}  # source -> expected gain of its first call, in tokens
         self._steps = self._rested = 0
         self._saved = [0.0] * (len(self.sources) + 1)  # ms for trials by source, and of rows
         # The last look set these; they stand until the next look:
@@ -124,13 +124,13 @@ class AutoBudget(DraftBudget):
         self._prices, self._floors = [0.0], dict[tuple[int, int], float]()  # see `_priced`, `level_chance`
         self._budgets: list[int] = []
         self._asks = [_Asks() for _ in sources]
-        self._tries = False  # whether asks are made to learn
+        self._tries = False  # whether calls are made to learn
         self._all = False  # whether all proposed nodes were checked
         self._choice = 0, 0, 0.0  # the last choice: batch size, nodes over the batch, their expected tokens
 
     @classmethod
     def of(cls, spec: DrafterSpec, table: CostTable, costs: CostTable | None = None) -> Self:
-        """Return the budget of a drafter; ``costs``: what passes of its draft model cost, where that was calibrated."""
+        """Return the budget of a drafter; ``costs``: times of passes of its draft model, where that was calibrated."""
         parts = spec.parts or (spec,)
         return cls(
             table,
@@ -260,7 +260,8 @@ class AutoBudget(DraftBudget):
     def _trial(self, source: int, histories: abc.Sequence[History], paying: set[int]) -> set[int]:
         """Return the sequences that a source is called for although it is not expected to pay.
 
-        Those that waited longest while saved time is left, and those for which the last ask has only prepared this one.
+        Those that waited longest while saved time is left, and those for which the last call has only prepared this
+        one.
         """
         if self.row_chance * (1 + MARGIN) >= 1:
             return set()
@@ -290,7 +291,7 @@ class AutoBudget(DraftBudget):
     # -- between proposal and pass: see `DraftRule`
 
     def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
-        """Return which sequences to ask one of several sources for.
+        """Return which sequences to call one of several sources for.
 
         Given for each the chance that what others proposed begins right.
         """
@@ -361,7 +362,7 @@ class AutoBudget(DraftBudget):
         if self.learns:
             if self._one:
                 self._asks[0].passes = levels if passes is None else passes
-            if new or not tries:  # an ask is worth what it will bring once so many rows are known
+            if new or not tries:  # a call is worth its gain once so many rows are known
                 self._learn_gains(histories, tree, ranked[:paying], prices[paying])
         self._rested += nodes > 0 and not count
         self._choice, self._all = (self._batch, count, sum(chances[:count])), 0 < count == nodes and not tries
@@ -390,7 +391,7 @@ class AutoBudget(DraftBudget):
         nodes: abc.Sequence[tuple[float, int, int]],
         price: float,
     ) -> None:
-        """Learn what every ask brought: for each sequence, the tokens expected beyond the price of their rows."""
+        """Learn the gain of every call: for each sequence, the tokens expected beyond the price of their rows."""
         gains = [[0.0] * len(self.sources) for _ in histories]
         for path, b, node in nodes:
             gains[b][0 if self._one else tree.sources[b][node]] -= path + price / len(nodes)
@@ -450,7 +451,7 @@ class AutoBudget(DraftBudget):
             for mark in range(len(self._chances)) if self._one else [at]:
                 history.shift[mark] = 0.0
 
-    # -- what it says
+    # -- explanations
 
     @property
     def rule(self) -> AutoBudget:

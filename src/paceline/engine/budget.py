@@ -85,7 +85,7 @@ class DraftBudget:
         return self.reason()
 
     def explain(self) -> str:
-        """Say what was chosen, and why, in a sentence."""
+        """Explain the choice in a sentence."""
         return str(self.describe()["why"])
 
     def describe(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Fingerprint:
     kernels: str
 
     def differs(self, other: Fingerprint) -> list[str]:
-        """Say in words where two fingerprints differ."""
+        """Describe where two fingerprints differ."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} there, {mine[name]} here" for name in mine if mine[name] != theirs[name]]
 
@@ -100,7 +100,7 @@ class Calibration:
     repeats: int = 0
 
     def read_from(self, source: str) -> Calibration:
-        """Return the same calibration, whose tables say from which file they were read."""
+        """Return the same calibration, whose tables name their file."""
         drafts = {name: replace(table, source=source) for name, table in self.drafts.items()}
         return replace(self, table=replace(self.table, source=source), drafts=drafts)
 
@@ -296,7 +296,7 @@ def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostT
     Args:
         decoder: the network.
         max_sequences: sequences that may run at once.
-        why: why there is no calibration, which the table says of itself.
+        why: why there is no calibration, which the table has as its source.
     """
     room = decoder.config.max_position
     context = max(0, min(QUICK_CONTEXT, room - max(QUICK_ROWS)))

@@ -1,9 +1,9 @@
 """The chance that a drafted node is accepted: moving averages by source, depth and the drafter's own score.
 
-A drafter's score of a node is turned into odds, which name one of a few classes, apart for each depth. Of each class
-the share of nodes that were right is kept, of those whose parent was right; and each sequence has a shift of all log
-odds of its own, since texts differ more than drafts of one text do. A proposal is judged by the text that follows it,
-whether or not its nodes were checked.
+A drafter's score of a node is turned into odds, which name one of a few classes, separately for each depth. Of each
+class the share of nodes that were right is kept, of those whose parent was right; and each sequence has a shift of all
+log odds of its own, since texts differ more than drafts of one text do. A proposal is judged by the text that follows
+it, whether or not its nodes were checked.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SLOWEST = 1 / 200  # least weight of an observation in the average of its class
 SHIFT = 0.25  # how far one observation moves a sequence's log odds
 FADE = 0.98  # of a sequence's shift, at every observation: a text changes its nature
 MOST_SHIFT = 3.0
-FIRST_GAIN = 1.5  # tokens that the first ask of a source is taken to bring
+FIRST_GAIN = 1.5  # expected gain of the first call of a source, in tokens
 HORIZON = 32  # tokens over which catching up must pay; half of those that are left, where these are fewer
-TRUSTED = 16  # asks of all sequences that a new sequence's own are added to, at most
-QUICKEST = 0.08  # least weight of a call in what calls for its sequence bring
-SHARED = 1 / 256  # least weight of an ask in what calls for all sequences bring
+TRUSTED = 16  # calls of all sequences that a new sequence's own are added to, at most
+QUICKEST = 0.08  # least weight of a call in the gains of its sequence
+SHARED = 1 / 256  # least weight of a call in the gains of all sequences
 
 
 class Chances:
@@ -81,12 +81,12 @@ def cell_of(log_chance: float, depth: int) -> int:
 class AskGain:
     """Moving averages of what calling a source brings, for one sequence or for all."""
 
-    gain: float = FIRST_GAIN  # tokens of an ask beyond the price of their rows
+    gain: float = FIRST_GAIN  # tokens of a call beyond the price of their rows
     open: float = 1.0  # chance that the sources before it did not have the next token
     asks: int = 0
 
     def learn(self, gain: float, open_: float, slowest: float) -> None:
-        """Take in one ask."""
+        """Add one call."""
         rate = max(slowest, 2 / (self.asks + 2))  # later ones count more: the chances are known better
         self.gain += rate * (gain - self.gain)
         self.open += rate * (open_ - self.open)
@@ -114,14 +114,14 @@ class History:
         self.base = 0  # tokens of the text at the last proposal
         self.proposal: list[tuple[int, int, int, int, float]] = []  # token, parent, mark, class, chance of each node
         self.born, self.rested_before = step, idle_before
-        self.shared: abc.Sequence[AskGain] = ()  # by source: what calls for all sequences bring at this batch size
+        self.shared: abc.Sequence[AskGain] = ()  # by source: gains over all sequences at this batch size
         self.gains: list[AskGain] = []  # by source: those of the sequence; until it was requested, the shared one
         self.seen = [0] * sources  # tokens of the text that each source has processed
-        self.asked_at = [-1] * sources  # step of the last ask
-        self.begun = [False] * sources  # whether the last ask only prepared the next one
+        self.asked_at = [-1] * sources  # step of the last call
+        self.begun = [False] * sources  # whether the last call only prepared the next one
 
     def at_batch(self, shared: abc.Sequence[AskGain]) -> None:
-        """Begin with what asks bring at another batch size."""
+        """Begin with the gains at another batch size."""
         if self.shared is not shared:
             self.shared, self.gains = shared, [*shared]
 
@@ -142,14 +142,14 @@ class History:
         return [*accumulate([self.chance(0, float("nan"), d)[1] for d in range(1, depth + 1)], mul)]
 
     def asks_left(self, source: int) -> float:
-        """Return the asks of a source over which catching up with the text must pay."""
+        """Return the calls of a source over which catching up with the text must pay."""
         tokens = HORIZON
         if self.view.max_len is not None:
             tokens = min(tokens, (self.view.max_len - len(self.view.tokens)) // 2)
         return max(1.0, tokens / (1 + max(1.0, self.gains[source].gain)))
 
     def learn(self, source: int, gain: float, open_: float) -> None:
-        """Take in what an ask brought; the sequence's own averages begin with its first."""
+        """Add the gain of a call; the sequence's own averages begin with its first."""
         shared = self.shared[source]
         if self.gains[source] is shared:
             self.gains[source] = replace(shared, asks=min(shared.asks, TRUSTED))

@@ -1,4 +1,4 @@
-"""What is checked of a request, and of an engine's parts, before anything runs."""
+"""Checks of a request, and of an engine's parts, before anything runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
 
 
 def check_said(lists: Sequence[Sequence[int]], samples: int, limits: EngineLimits) -> None:
-    """Raise ConfigError where tokens cannot have been said by so many samples."""
+    """Raise ConfigError where so many samples cannot have emitted the tokens."""
     if len(lists) > samples:
         raise ConfigError(f"tokens said by {len(lists)} samples", f"the request has n={samples}", "give one list each")
     for tokens in lists:

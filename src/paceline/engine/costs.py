@@ -31,7 +31,7 @@ RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
 LEVELS = 6  # passes that a draft takes, before any was seen
 NOISE = 0.1  # of a plain step's time, by which a mean of few steps may be off
 NEAR = 16  # tokens a sequence; a drafter that is further back catches up, which is priced separately
-FEW = 64  # tokens to catch up with, of which a call tells half of what they tell it of many
+FEW = 64  # tokens to catch up with, from which a call learns half as much as from many
 # Of tables that are predicted:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
 CONTEXT = 128  # committed tokens of each
@@ -80,7 +80,7 @@ class CostTable:
 def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:
     """Return the points, none below one before it: a pass over more rows is not cheaper, only noise suggests it.
 
-    Neighbours that say so share their mean (isotonic regression by pooling adjacent violators).
+    Neighbours out of order share their mean (isotonic regression by pooling adjacent violators).
     """
     counts = [count for count, _ in points]
     if not points or counts[0] != 1 or any(b <= a for a, b in pairwise(counts)):
@@ -137,7 +137,7 @@ class StepCosts:
         self._machine = 0.0  # log
         self._first: list[float] = []
         self._kinds: dict[tuple[int, int], _Deviation] = {}
-        self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: what the table says of 1, 2, .. rows
+        self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: the table's times of 1, 2, .. rows
 
     def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
         """Return expected ms of a step, without the drafter's own time."""
@@ -152,7 +152,7 @@ class StepCosts:
         plain = table.step_ms(batch_size, 0, context)
         now = plain * factors[0]
         rise = [*accumulate([(plain + ms) * factors[rows] - now for ms, rows in more[:most]], max, initial=0.0)]
-        # Where rows cost more than the table says by more than noise may be, rows beyond those seen do, in proportion.
+        # Where rows cost more than in the table by more than noise may be, rows beyond those seen do, in proportion.
         seen = [rows for rows in range(1, bucket(most)) if self._seen(first, rows)]
         if seen and (last := 1 << max(0, seen[-1] - 1)) < most:
             sure, estimated = rise[last] - NOISE * now, more[last - 1][0]
@@ -198,7 +198,7 @@ class StepCosts:
         surprise = max(-most, min(most, median_low(kind.recent) - kind.log))
         if extra and surprise > 0 and len(kind.recent) < WINDOW:  # by accident, perhaps; then it would stay so
             return
-        # What a new kind costs gives nothing of the machine; later surprises say little of the kind.
+        # The costs of a new kind do not describe the machine; later surprises depend little on the kind.
         self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
         kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise
 
@@ -206,7 +206,7 @@ class StepCosts:
         return math.exp(self._machine + self._deviation(sequences, rows))
 
     def _deviation(self, sequences: int, rows: int) -> float:
-        """Of a kind of steps, or of the one most like it where none was observed: plain steps are like no others."""
+        """Return the costs of a kind of steps, or of the most similar one; plain steps are unlike all others."""
         kind = self._kinds.get((sequences, rows))
         if kind is not None:
             return kind.log
@@ -253,8 +253,8 @@ class _Calls:
 class DraftCosts:
     """Describe what calling a drafter takes, learned call by call.
 
-        ms = ask + level x passes + catch_up x tokens back    of a drafter with a network
-        ms = ask x sequences + catch_up x tokens back         of one that looks up
+        ms = call + level x passes + catch_up x tokens back    of a drafter with a network
+        ms = call x sequences + catch_up x tokens back         of one that looks up
 
     What calls take is learned by the number of sequences, from calls with little to catch up with (the last step's
     tokens are part of every call); what a token back costs, from the others.

@@ -40,7 +40,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter | None, verifier: str, vocab_size: int) -> None:
         self.drafter = drafter
         spec = None if drafter is None else drafter.spec
-        # Whether it respects the floor: look-ups do not, and one that asks others tells each its own.
+        # Whether it respects the floor: look-ups do not, and one that calls others gives each its own.
         self._grows = spec is not None and not spec.parts and (spec.network or spec.in_pass)
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
         self._failures, self._why, self._rests_until = 0, "", 0.0
@@ -159,7 +159,7 @@ class GuardedDrafter:
             self.drafter.release([view.key for view in sequences])
 
     def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree:
-        """Cut what is over budget or too deep; refuse what is no tree over these roots."""
+        """Cut what is over budget or too deep; refuse what is not a tree over these roots."""
         tree.check()
         counts = tree.counts
         if len(counts) != len(want.sequences):

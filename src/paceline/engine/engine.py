@@ -42,7 +42,7 @@ class Engine:
     Args:
         round_: drafting and verification of a step.
         pool: the target's K/V.
-        limits: what requests must fit into.
+        limits: bounds of requests.
         scheduler: limits of a step.
         budget: how many nodes to draft.
         texts: detokenization; None for a model without a tokenizer.
@@ -72,7 +72,7 @@ class Engine:
         self.lock = FairLock()
         self._texts = texts
         self.grammars = grammars or Grammars(None, limits.vocab_size, limits.eos_ids)
-        # The learner: the engine reports each request that ended and asks it before each step. None: nothing learns.
+        # The learner: the engine reports each request that ended and calls it before each step. None: nothing learns.
         self.on_leave: Callable[[LiveRequest], None] | None = None
         self.between: Callable[[], None] | None = None
         self._torn = False  # whether a call is under way, or ended in its middle
@@ -115,7 +115,7 @@ class Engine:
                 output, but a stream does not send them again; their log-probabilities are empty.
             priority: lower ones run first, and are preempted last; equal ones by arrival.
             deadline_s: seconds from now after which it ends between two steps with what it has, as "deadline".
-            speculation: what is drafted for it; None: as for any.
+            speculation: options of its drafts; None: as for any.
             admitted: whether a lost engine had admitted it: a full queue does not refuse it.
             store: whether it may be learned from, where a learner runs.
 
@@ -175,7 +175,7 @@ class Engine:
                 live.deadline = live.submitted + deadline_s
                 self._timed.append(live)
             for sequence in live.sequences:
-                if sequence.finished:  # the request ends with what it had said before, and the next step reports it
+                if sequence.finished:  # the request ends with its tokens so far, and the next step reports it
                     self._untold.append(live)
                 else:
                     self.scheduler.add(sequence)
@@ -296,7 +296,7 @@ class Engine:
             self._expire()
         try:
             touched, ended = self._step()
-        except WorkerRestarted as error:  # the next call begins with what was surely said
+        except WorkerRestarted as error:  # the next call begins with what was surely emitted
             log.warning("%s; K/V of all requests is computed anew", error)
             return []
         updated = [*touched.values()]

@@ -230,7 +230,7 @@ def read_logits(p: Pass, target: Decoder, verify: Verifier | None = None) -> lis
     """Set `Pass.logits` from the last layer; records prompt log-probabilities, too.
 
     Returns:
-        The likeliest token after each row, where ranks say it and nobody wants more: there are no logits then.
+        The likeliest token after each row, where ranks compute it and nothing else is needed: there are no logits then.
     """
     for work, span in zip(p.works, p.spans, strict=True):
         if work.sequence.params.prompt_logprobs is not None:

@@ -199,7 +199,7 @@ class Scheduler:
     def _admit(self, rows: dict[int, int], free_rows: int) -> int:
         """Start waiting sequences in their order while there is room. Returns the rows left."""
         later: list[Sequence] = []
-        # What was preempted in this step must not displace anything in the same step.
+        # A sequence preempted in this step must not displace anything in the same step.
         while self.waiting and free_rows > 0 and len(self.running) < self.config.max_sequences and not self.preempted:
             sequence = self.waiting.popleft()
             if self._sibling_computes(sequence):

@@ -14,7 +14,7 @@ from ..core.request import TextStream
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
 CONTEXT_IDS = 8  # tokens in front of the next one that its text may depend on
-_BROKEN = "\ufffd"  # what decoders write for bytes that are not a character, or not one yet
+_BROKEN = "\ufffd"  # replacement that decoders write for bytes that are not a character, or not one yet
 _MOST_PARTS = 3  # tokens of a character that is incomplete: one of four bytes lacks its last
 _LONGEST = 7  # tokens after the last complete character that are decoded again for each
 _ANCHOR = "a"  # stands before a token whose own text is wanted
@@ -133,7 +133,7 @@ def _part(part: Any) -> str:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a tool call whose arguments are no text any more: templates write them as JSON themselves."""
+    """Return a tool call whose arguments are not text any more: templates write them as JSON themselves."""
     remedy = 'give {"id": "..", "type": "function", "function": {"name": "..", "arguments": "{..}"}}'
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

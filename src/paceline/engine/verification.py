@@ -76,7 +76,7 @@ def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
 
 @dataclass(frozen=True, slots=True)
 class VerifierKind:
-    """A verifier and what it asks of the drafts."""
+    """A verifier and its requirements."""
 
     verify: Verifier | None = None  # None: the target's own choices are followed along the tree
     needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter

@@ -4,7 +4,7 @@ A wheel carries a library for each level of instructions, and the best one that 
 none fits these sources and this processor, as in a checkout, the machine's C++ compiler (``CXX``, else ``c++``)
 compiles one in one to two minutes, and the user's cache folder keeps it. The library is called through
 `ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Without a library
-everything runs on torch's own kernels, and `unavailable` says why.
+everything runs on torch's own kernels, and `unavailable` has the reason.
 
 A cached library is code that will run, so before it is opened
 
@@ -185,7 +185,7 @@ def _flags_of(level: str) -> list[str]:
 
 
 def _texts(source: Path) -> list[str]:
-    """Return a source and its headers, which lie in a folder of the same name: each name, and what it says."""
+    """Return a source and its headers, which lie in a folder of the same name: names and contents."""
     headers = sorted(source.with_suffix("").rglob("*.h"))
     return [text for path in (source, *headers) for text in (path.name, path.read_text("utf-8"))]
 
@@ -265,7 +265,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _output(command: list[str], seconds: float) -> tuple[int, str]:
-    """Return a command's exit status and what it said, errors first.
+    """Return a command's exit status and output, errors first.
 
     One that is given up ends with all its processes.
     """

@@ -100,7 +100,7 @@ def _require_same(library: Any) -> None:
     """Refuse a library whose structs are not these.
 
     Raises:
-        RuntimeError: which struct, and what each side says.
+        RuntimeError: which struct, and both sides' fields.
     """
     for name, struct in STRUCTS.items():
         size = ctypes.c_int64()

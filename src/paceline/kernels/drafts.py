@@ -251,7 +251,7 @@ def sample(
     Args:
         branches: k of Algorithm 1.
         noisy: whether tokens are ranked with the noise of the target's own choices.
-        fused, info: how rows are made, and what tokens say; None: nothing.
+        fused, info: how rows are made, and the bias of tokens; None: none.
         cache: K and V; every pending token and every step but the last gets its own.
 
     Returns:

@@ -133,7 +133,7 @@ class Stack:
         """Return a table of `abi.CSegment`, with addresses in place of tensors.
 
         Raises:
-            ValueError: keys, masks or positions of another shape or dtype than the segment says.
+            ValueError: keys, masks or positions of another shape or dtype than the segment's.
         """
         table = (abi.CSegment * len(segments))()
         held: list[Tensor] = []
@@ -264,7 +264,7 @@ class Stack:
         return hidden.contiguous()
 
     def adapters(self, adapter: LowRank) -> NativeAdapters:
-        """One set of adapters in the form that the compiled layers use, made once, whoever asks."""
+        """One set of adapters in the form that the compiled layers use, made once for all callers."""
         packed = self._adapters.get(adapter)
         if packed is None:
             with self._packing:  # a second one would replace the first while another thread's pass reads that

@@ -227,7 +227,7 @@ def require(refused: int) -> None:
     """Raise what compiled code refused.
 
     Raises:
-        ValueError: what was wrong.
+        ValueError: the fault.
     """
     if refused == LOST:
         raise RankLost("another rank is gone")

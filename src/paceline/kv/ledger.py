@@ -9,7 +9,7 @@
 
 `reserve` opens the region for a pass. `commit` keeps some of its rows (a longer committed length for a chain, a
 compaction for a tree) and drops the others; `settle` lets rows stay while fewer are committed, for subtrees that were
-computed ahead. With several passes in flight, `enter` says that a pass has begun: rows reserved then follow it.
+computed ahead. With several passes in flight, `enter` marks the begin of a pass: rows reserved then follow it.
 
 Rows are moved by `settle` and `commit` alone. A store in another process learns of that in the order of the passes, so
 that a pass that was sent before a move has written its rows before they are moved; until then pruned rows are dropped

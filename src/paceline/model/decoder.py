@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         exact: a row's bits depend on nothing but its own input: not on the number of rows in the pass,
             nor on its place among them.
         quant: how the weights of the linear layers and of the head are stored; None: as ``dtype``.
-        native: run the layers in compiled code (see `kernels.layers.Stack`); ``attention`` is then not asked.
+        native: run the layers in compiled code (see `kernels.layers.Stack`); ``attention`` is then not used.
         lender: whose embedding, final norm and head this network uses in place of own ones: a drafter's layers over
             its target's. Of the same width, vocabulary and dtype.
         normed: next to a lender: the layers give normed states, which its head reads as they are.

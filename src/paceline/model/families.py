@@ -60,7 +60,7 @@ class DecoderConfig:
     first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
     gathered: int = 1  # ranks whose heads and MLP's inside `out` and `down` read; each has so many times fewer outputs
     tracks: int = 1  # that the layers consist of; widths and heads are those of all tracks together; see `tracks`
-    merge: Merge = "gather"  # what tracks give each other between two segments
+    merge: Merge = "gather"  # the exchange of tracks between two segments
 
     @property
     def scale(self) -> float:
@@ -87,7 +87,7 @@ class DecoderConfig:
         return replace(self.part(0, self.num_layers, ends=False), family="llama", tracks=1, **widths)
 
 
-_SHARED = ("d_model", "d_ff", "num_heads", "num_kv_heads")  # what tracks divide among them
+_SHARED = ("d_model", "d_ff", "num_heads", "num_kv_heads")  # divided among tracks
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -190,7 +190,7 @@ def _tracks(f: Fields) -> DecoderConfig:
 
 
 def _one_window(usual: int | None, f: Fields) -> DecoderConfig:
-    """Mistral and Phi-3: all layers see equally far, ``usual`` where the file does not say."""
+    """Mistral and Phi-3: all layers see equally far, ``usual`` where the file has no entry."""
     return _rotary_family(f, windows=(f.optional_integer("sliding_window", usual),) * f.layers())
 
 

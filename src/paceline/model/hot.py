@@ -2,7 +2,7 @@
 
 A text is made of few of the tokens that there are, and a draft's head is read once a drafted token: over the likeliest
 quarter of the vocabulary it takes a quarter of the time. Tokens that are not hot are never drafted; the target still
-says them. Sources: Lyanna, section 6.1; FR-Spec (Zhao et al. 2025), section 3, which found it for EAGLE's head.
+predicts them. Sources: Lyanna, section 6.1; FR-Spec (Zhao et al. 2025), section 3, which found it for EAGLE's head.
 
 A drafter's folder names its hot tokens in ``hot.json``: ``{"tokens": [ids]}``.
 """

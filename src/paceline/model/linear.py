@@ -169,7 +169,7 @@ class RowBlocks(LinearOp):
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, quant: Quant | None = None) -> LinearOp:
-    """Return the fastest kind for a weight [out, in], stored as ``quant`` says.
+    """Return the fastest kind for a weight [out, in], stored by ``quant``.
 
     Args:
         exact: a row's output bits must not depend on the number of rows nor on its place among them.

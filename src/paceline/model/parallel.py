@@ -179,7 +179,7 @@ def weight_of(parameter: str) -> tuple[str, bool]:
 
 # -- passes
 
-NOTHING, BEST, LOGITS = range(3)  # what is read of rows
+NOTHING, BEST, LOGITS = range(3)  # output of rows
 
 
 @dataclass(frozen=True, slots=True)

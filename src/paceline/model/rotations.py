@@ -77,7 +77,7 @@ def _said(name: str, places: Iterable[Json], default: float) -> float:
 
 
 def _read_rope(f: Fields, values: Json, base: RopeConfig) -> Rope:
-    """Return what one of the two spellings says."""
+    """Return the value in one of the two spellings."""
     if any(isinstance(v, dict) for v in values.values()):
         raise CapabilityError(
             "rope_parameters by layer type", "all layers of this family rotate alike", "use another checkpoint"

@@ -2,8 +2,8 @@
 
     frame -> stage 0: embed, layers 0 .. a - 1 -> stage 1: layers a .. b - 1 -> .. -> the last layer's states
 
-A frame says everything that a stage must know: where rows stand, which slots they write and which they see. K and V are
-moved in the order of the frames: what is to be moved rides on the next frame, and each stage moves its own layers'
+A frame has everything that a stage must know: where rows stand, which slots they write and which they see. K and V are
+moved in the order of the frames: moves ride on the next frame, and each stage moves its own layers'
 before it computes. So a frame that was sent before a move has written its rows, at every stage, before they are moved.
 
 Verdicts overtake frames. They spare a stage rows that are of no use any more, and change nothing else.
@@ -94,7 +94,7 @@ class Survivors:
     """Verdicts of a request at a stage, which may come late and in any order: the newest one has all.
 
     A node that a later verdict left was left by the earlier ones, so an older verdict that comes after a newer one
-    gives nothing new. Nodes that entered after a verdict are none of its business. One thread may tell while another
+    gives nothing new. Nodes that entered after a verdict are none of its business. One thread may deliver while another
     looks at rows: a verdict's version and nodes are taken as one.
     """
 
@@ -240,7 +240,7 @@ def cut_layers(layers: int, stages: int, cost: Callable[[int, int, int], float])
     These are the m + 1 bounds, from 0 to ``layers``.
 
     Args:
-        cost: of a stage (its number, its first layer, one past its last one), in any unit; what is measured with the
+        cost: of a stage (its number, its first layer, one past its last one), in any unit; measured with the
             rows that this stage has, and with what else it does: the last one reads the head.
 
     Raises:

@@ -19,7 +19,7 @@ class Machine:
     bandwidth: float  # of the device's memory, bytes/s
     memory: float  # bytes
     cores: int = 0  # of the processor, where that computes; 0: another kind of device
-    device: str = ""  # cuda or cpu: what this engine calls it; empty: it does not run there
+    device: str = ""  # cuda or cpu: this engine's name for it; empty: it does not run there
     about: str = ""  # full name
     source: str = ""  # where the figures are published
 

@@ -36,7 +36,7 @@ MakeMatcher = Callable[[Grammar], Matcher]
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A sequence, as an `Opening` says it."""
+    """A sequence, in the form of an `Opening`."""
 
     key: int
     tokens: list[int]
@@ -57,7 +57,7 @@ class Open:
         return Open(o.key, [*o.tokens], o.prompt_len, *rules, o.max_len, [*o.prediction], sources)
 
     def opening(self, matcher: MakeMatcher | None) -> Opening:
-        """Return what it says; ``matcher`` compiles the request's grammar, where it has one.
+        """Return its opening; ``matcher`` compiles the request's grammar, where it has one.
 
         Raises:
             ConfigError: parameters that no request has.
@@ -99,7 +99,7 @@ class Update:
 KINDS = Open, Grow, Grew, Update
 
 
-# -- who serves
+# -- the server
 
 
 class DraftService(Service):
@@ -224,7 +224,7 @@ class RemoteSessions:
 
         Args:
             asks: the first level, each of another sequence and with a node or more.
-            levels: of each ask, for every given and every expanded node, tokens wanted below it; None: one each.
+            levels: by request, for every given and every expanded node, tokens wanted below it; None: one each.
         """
         each = levels or [[1] * (len(ask.added) + len(ask.expand)) for ask in asks]
         growing = LocalGrowing.of(asks, each, next(self._tickets))

@@ -41,7 +41,7 @@ from .requests import (
 )
 from .serving import Service
 
-SERVED = ("grammar", "prediction")  # drafters that a server has beside the model's own: they cost nothing unasked
+SERVED = ("grammar", "prediction")  # drafters that a server has next to the model's own: they cost nothing unasked
 IDLE_S = 0.001  # between two looks for a grammar that is being compiled
 WARM_TOKENS = 8  # of an answer before the first request: kernels, buffers and the drafter are ready then
 
@@ -206,7 +206,7 @@ class EngineService(Service):
 
 
 def _shown(stream: _Stream, index: int) -> Shown:
-    """Take out the steps since the last chunk; return what the request asks to see of them."""
+    """Take out the steps since the last chunk; return those that the request includes."""
     sequence = stream.live.sequences[index]
     steps, sequence.trace = sequence.trace or [], []
     tokens, text = sequence.output_ids, sequence.token_text or str

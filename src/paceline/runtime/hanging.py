@@ -1,7 +1,7 @@
 """How long a stage may be at a frame before it is taken to hang.
 
 Weights are read once for all rows of a frame, arithmetic is done for each, and which of the two counts changes with
-their number: a line through times of small frames predict large ones badly. What holds for every stage is that a
+their number: times of small frames predict large ones badly. For every stage a
 frame takes no longer than one of more rows, and no longer than one of fewer rows as many times as it has more of them.
 So what frames of any size took bounds all others, and the lowest bound is believed.
 """

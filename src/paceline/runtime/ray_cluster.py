@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 PROBE_S = 5.0  # for the cluster's head to answer
 RESERVE_S = 60.0  # for bundles that fit to be free
 PLACED_S = 15.0  # for a host that leaves to be replaced by another one
-PIN = 0.001  # of a host's own resource: what stays on that host
+PIN = 0.001  # of a host's own resource: a place on that host
 PAGE = "docs/cluster.md"
 _ACTOR: Any = ray.remote(WorkerActor)
 
@@ -255,7 +255,7 @@ class _Actor(Handle):
         self._actor = reservation.actor(index)
         began = self._actor.run.remote(BEGIN.dump_json(self.begin), spec.placement.environment())
         self._done: Future[int] = began.future()
-        self._next_look = time.monotonic() + PLACED_S  # when to ask whether it has a place
+        self._next_look = time.monotonic() + PLACED_S  # when to check whether it has a place
 
     def beat(self) -> float | None:
         beat = super().beat()

@@ -353,7 +353,7 @@ class Remote:
             self.line, self.hello, self._since = handle.line, hello, self._clock.now()
 
     def _refuse(self, error: ConfigError) -> None:
-        self._refused = copy(error)  # what is raised holds frames, and they hold this worker
+        self._refused = copy(error)  # the exception holds frames, and they hold this worker
         self._end()
         raise error
 

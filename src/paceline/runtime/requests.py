@@ -50,7 +50,7 @@ class Submit:
     deadline_s: float | None = None
     speculation: dict[str, Any] | None = None  # fields of `Speculation`
     resume_tokens: list[list[int]] = field(default_factory=list)  # by sample, of a lost engine; not sent again
-    shows: Literal["", "origins", "steps"] = ""  # what chunks have in `Shown`
+    shows: Literal["", "origins", "steps"] = ""  # fields of chunks in `Shown`
     admitted: bool = False  # by an engine that was lost: a full queue does not refuse it
     store: bool = True  # whether it may be learned from, where a learner runs
 

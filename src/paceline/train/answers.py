@@ -128,7 +128,7 @@ def sidecar(path: Path) -> Path:
 def answered_by(path: Path) -> str | None:
     """Return fingerprint of the target whose answers a file holds, compressed or not.
 
-    None: nothing says that it holds any.
+    None: there is no sign that it holds any.
     """
     try:
         facts = json.loads(sidecar(path.with_name(path.name.removesuffix(".gz"))).read_text("utf-8"))

@@ -218,7 +218,7 @@ def _place(folder: Path, key: Mapping[str, Any]) -> Path:
 
 
 def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:
-    """Return a source's part of a cache, made where it is not there. What counts as scored must be."""
+    """Return a source's part of a cache, made where it is not there. Marks of scored documents must be right."""
     text, place = json.dumps(key, sort_keys=True), _place(folder, key)
     if not (place / MADE).is_file():
         with writing(f"--cache {folder}", "name another folder, or train without --cache"):

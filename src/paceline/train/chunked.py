@@ -178,7 +178,7 @@ def inverse(denominator: Tensor | float, like: Tensor, dtype: torch.dtype) -> Te
 
 
 def _factor_dtype(hidden: Tensor, head: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return what the factors of a product are cast to: under autocast what it says, else 16 bit only on a GPU."""
+    """Return what the factors of a product are cast to: under autocast its dtype, else 16 bit only on a GPU."""
     kind = hidden.device.type
     if torch.version.hip is not None or dtype != torch.float32:
         return dtype

@@ -177,7 +177,7 @@ def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[To
 
 
 def finish(job: TrainingJob, trainer: Trainer) -> Path:
-    """Write the result: what users load, the tokenizer next to a model, and ``training.json``.
+    """Write the result: the files that users load, the tokenizer next to a model, and ``training.json``.
 
     Raises:
         ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.

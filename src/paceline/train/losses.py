@@ -5,7 +5,7 @@ model in training (the draft), p = softmax(L) the target. Every loss is a weight
 ``sum_i w_i loss_i / sum_i w_i``; a row of weight 0 costs nothing and may have any content.
 
 The logits of all rows are never held: `chunked` applies a formula to some rows at a time and differentiates it there.
-To measure rather than train, call the losses outside of autocast, which rounds products. What options may hold is
+To measure rather than train, call the losses outside of autocast, which rounds products. Limits of options are
 checked where a recipe reads them, and the trainer stops at a loss that is not finite.
 """
 

@@ -1,4 +1,6 @@
-"""Recipe files: what is trained, on which data, how. TOML, read into dataclasses by pydantic; unknown keys are refused.
+"""Recipe files: model, data and settings of a training. TOML, read into dataclasses by pydantic.
+
+Unknown keys are refused.
 
 A recipe names its data by file names. A manifest next to it gives for each file its hash, its public source, its
 licence and how it is made from that source; the folder that holds the files is named by whoever trains.

@@ -67,7 +67,7 @@ class CompiledScorer:
         return states, joined([top_of(self.stack.logits(part), top) for part in states.split(ROWS)])
 
     def activations(self, batch: TokenBatch, layers: Sequence[int]) -> list[Tensor]:
-        """Of each of ``layers``, 0-based, [B, T, d_model] float32 the states after it; 0 where no document is."""
+        """Return the states after each of ``layers``, 0-based, [B, T, d_model] float32; 0 where no document is."""
         there = batch.documents >= 0
         ends = F.pad(batch.documents[:, 1:] != batch.documents[:, :-1], (0, 1), value=True)[there]
         lengths = F.pad(ends.nonzero()[:, 0] + 1, (1, 0)).diff()

@@ -289,7 +289,7 @@ class FileTexts(Sequence[str]):
             return False
 
 
-# What the keys that are read here must be; what is in arrays of numbers is checked where they are used.
+# Types of the keys that are read here; arrays of numbers are checked where they are used.
 _RULES = {
     re.compile(r"tokenizer\.ggml\.(tokens|merges)"): "a list of texts",
     re.compile(r"tokenizer\.ggml\.(token_type|scores)"): "a list of numbers",

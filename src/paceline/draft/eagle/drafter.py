@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ...model.decoder import TargetInfo
 
 MAX_NODES = 256
-USUAL_DEPTH = 5  # of a head that does not say what it was trained for
+USUAL_DEPTH = 5  # of a head that does not name its target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ class Eagle3Model:
         self.config: DecoderConfig = decoder_config({**config, "architectures": None})
         named = {name.replace("midlayer.", "layers.0."): value for name, value in values.items()}
         self.embedding = named.pop("embed_tokens.weight", None)
-        named.pop("t2d", None)  # what d2t says, from the other side
+        named.pop("t2d", None)  # the inverse of d2t
         self.aux = _named_layers(config, place)
         to_target = named.pop("d2t", None)
         output_head = named.get("lm_head.weight")

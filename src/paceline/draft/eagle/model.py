@@ -58,7 +58,7 @@ class EagleModel(nn.Module):
     """
 
     reads_tokens = feeds_tokens = True
-    info: Any = None  # what tokens imply for their children's logits: nothing
+    info: Any = None  # no bias of tokens for their children's logits
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ def read_values(place: Path) -> dict[str, Tensor]:
 
 
 def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
-    """Return the layer's config of a head, and what it says about itself.
+    """Return the layer's config of a head, and its own facts.
 
     Raises:
         ConfigError: no such folder, or a file that is missing or broken.

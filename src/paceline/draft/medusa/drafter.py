@@ -198,7 +198,7 @@ class HeadPass:
         heads: trained heads.
         handle: of the target.
         count: heads that are used, the first ones.
-        hot: [H] int64, the only tokens that they say; None: all.
+        hot: [H] int64, the only tokens that they predict; None: all.
     """
 
     def __init__(self, heads: Heads, handle: TargetHandle, count: int, hot: Tensor | None = None) -> None:

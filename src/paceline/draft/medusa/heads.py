@@ -36,7 +36,7 @@ PUBLISHED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MOST_HEADS = 16
 # A published tensor: head, place in its sequence of modules, and of the block's linear layer or the head after it.
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
-# What heads are taken to hit of which nothing is known: of head j's likeliest tokens the i-th so often.
+# Hit rates of heads of which nothing is known: of head j's likeliest tokens the i-th so often.
 _FIRST, _NEXT_HEAD, _NEXT_TOKEN = 0.5, 0.75, 0.35
 
 

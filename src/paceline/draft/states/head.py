@@ -116,7 +116,7 @@ class StateHead(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters under their names in a file: ``fc.weight``, ``layers.0.self_attn.q_proj.weight`` and so on.
 
-        Views: what is copied into one fills the parameter.
+        Views: a copy into one fills the parameter.
         """
         tensors = {f"fc.{name}": value.data for name, value in self.fc.named_parameters()}
         if self.blank is not None:

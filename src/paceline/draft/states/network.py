@@ -48,7 +48,7 @@ def stored_as(storage: Storage, target: TargetInfo) -> Quant | None:
 
 
 class HeadNetwork:
-    """Runs a state head: what computes the rows of a `StateBody`.
+    """Runs a state head: computes the rows of a `StateBody`.
 
     Args:
         head: its parameters; its layer is of no other use afterwards.

@@ -23,7 +23,7 @@ KEPT = 128  # compiled grammars
 # token took to find out is kept with the grammar: a pattern that needs much at first needs little later.
 INITIAL_FUEL, STEP_FUEL, STEP_ITEMS = 10_000_000, 700_000, 50_000
 # No white space that is not in a string: an answer cannot continue with blanks, and most punctuation is forced.
-# A schema's own "x-guidance" says otherwise.
+# A schema's own "x-guidance" overrides this.
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False}
 
 
@@ -95,7 +95,7 @@ class Grammars:
             raise _refused(grammar, messages[0])
         matcher = LLMatcher(words, source, limits=limits, log_level=0)
         if not matcher.is_error():
-            mask = matcher.compute_bitmask()  # tries the limits of a step, and whether anything can be said
+            mask = matcher.compute_bitmask()  # tries the limits of a step, and whether any text is possible
             if not matcher.is_error() and not any(mask):
                 raise _refused(grammar, "no text meets it")
         if matcher.is_error():

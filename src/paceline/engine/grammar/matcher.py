@@ -47,7 +47,7 @@ class GrammarMatcher:
         """Return [V] bool: the tokens that may follow. After a text that is not allowed, all: nobody gets there.
 
         Raises:
-            ConfigError: what follows takes more work to find out than a request is given.
+            ConfigError: the mask takes more work than a request is given.
         """
         words = torch.empty((self._vocab_size + 31) // 32, dtype=torch.int32)
         self.fill(output, words)
@@ -77,7 +77,10 @@ class GrammarMatcher:
         return (tokens or [])[:most]
 
     def _of_draft(self, output: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
-        """Ask after the whole output; None also where the parser fails, since drafts must not raise errors."""
+        """Query the parser after the whole output.
+
+        None also where the parser fails, since drafts must not raise errors.
+        """
         try:
             self._own = self._led(self._own, output)
             return self._ask(output, question)

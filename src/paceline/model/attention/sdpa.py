@@ -7,7 +7,7 @@ shared by all layers.
 Exact. A row's bits must not depend on the other rows of the pass, so every row becomes a batch entry of
 its own: one query against its own keys, in plain decoding's order, padded with masked keys to a
 multiple of `BUCKET`. The kernel computes batch entries separately, and the shape of an entry depends on the
-row's position alone. What lies after the row's own keys is multiplied by zero. On CPUs entries are
+row's position alone. Keys after the row's own are multiplied by zero. On CPUs entries are
 float32: in 16 bits the kernel rearranges the keys of each entry, which takes most of its time.
 """
 

@@ -262,7 +262,7 @@ class _SequenceDraft:
 def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each; None: none.
 
-    Both in the dtype of states, as the other weights: what is multiplied is rounded, sums are wide.
+    Both in the dtype of states, as the other weights: factors are rounded, sums are wide.
     """
     if model.info is None:
         return None

@@ -14,13 +14,13 @@ from ...draft.base import Levels
 
 
 def propose(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
-    """M_t, what the exit says of one sequence; None: its own sampling rules fail, and verification will end it.
+    """M_t, the exit's candidates for one sequence; None: its own sampling rules fail, and verification will end it.
 
     Tokens of position j are the corrections that may come after j accepted tokens; of the last one, the bonus token.
     The window's own next token is left out: it cannot be the correction there.
 
     The scores go through the rules of the request and are ranked with the noise of the target's own choices, so that at
-    temperature > 0 the tokens are those that the target would say if its exit were its end.
+    temperature > 0 the tokens are those that the target would emit if its exit were its end.
 
     Args:
         view: the sequence.

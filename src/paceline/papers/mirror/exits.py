@@ -1,4 +1,4 @@
-"""Early exits: what a target says in the middle of its layers, and the trained maps that make it readable.
+"""Early exits: a target's predictions in the middle of its layers, and the trained maps that make it readable.
 
 The trained exit after layer e maps a state to what the target's own final norm and head can read:
 
@@ -6,7 +6,7 @@ The trained exit after layer e maps a state to what the target's own final norm 
 
 The final norm applies to what the map makes. The paper leaves it out of eq. 6; but W_LM was trained on states after
 it, and the length of f(h), which would else have to be learned, then does not count. There is no bias: a head has
-H^2 parameters, as the paper's shares say.
+H^2 parameters, by the paper's shares.
 
 With ``skip``, which is ours, the map is added to the state: f(h) = h + W2 ReLU(W1 h), with W2 = 0 to begin with. Then
 an exit begins as what the head reads of the state as it is, and training continues from there; the paper's map first

@@ -1,4 +1,4 @@
-"""The branch-complete rollout: a chain below every token that a pass may say next, a level at a time.
+"""The branch-complete rollout: a chain below every token that a pass may emit next, a level at a time.
 
     window    w1 - w2 - w3          verified by the pass under way
     position  0    1    2    3      after so many accepted tokens
@@ -37,7 +37,7 @@ class Chain:
 
 @dataclass(slots=True)
 class Branch:
-    """A chain below a token that a pass may say next, or below the root."""
+    """A chain below a token that a pass may emit next, or below the root."""
 
     key: int  # of the sequence
     tip: int  # node below which the next token is drafted; before ``token`` has a node, that which it follows
@@ -59,7 +59,7 @@ class Rollout:
     """Chains of several sequences that grow together, one batched level a call, wherever their sessions are.
 
     Nobody else may use the sessions between `start` and `finish`. The verdict calls off the rest of a growth, once
-    the nodes are known that it is about; what is then missing of the branches that are reused is requested once more.
+    the nodes are known that it is about; missing parts of the branches that are reused are requested once more.
 
     Args:
         sessions: of the drafter.

@@ -121,7 +121,7 @@ class MirrorRound:
     def _observe(self, seen: StepFeatures) -> None:
         """Show the drafter the target's states, which replace its own."""
         with self._guarded:
-            self.sessions.look()  # what drafts in a thread rests after this
+            self.sessions.look()  # a drafting thread rests after this
             self.drafter.observe(seen)
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""The tree of one request whose levels are in flight: what enters the pipeline, and what a verdict leaves of it.
+"""The tree of one request whose levels are in flight: its growth and its pruning by verdicts.
 
     text ... root            the last emitted token; the verdict on it is what the target emits next
               |- a           level 1, one tick after the root
@@ -7,7 +7,7 @@
                  |- d
 
 A verdict makes a child of the root the root, and drops what is not below it: embeddings in flight, nodes that wait,
-rows of K/V. Where the emitted token is no child, all is dropped and the pipeline starts again with that token. A
+rows of K/V. Where the emitted token is not a child, all is dropped and the pipeline starts again with that token. A
 node keeps its number while it is there, and the row of its K/V tells its place after the committed text.
 
 Source: SpecPipe, sections 3.2, 3.3.2 and 3.3.3, algorithm 1.

@@ -17,7 +17,7 @@ Accept = Callable[[Tensor, Mapping[int, Draft]], int | None]
 
 
 def relaxed(scores: Tensor, drafts: Mapping[int, Draft]) -> int | None:
-    """Of the drafts that the newest level hangs below the one that the target likes best: the pipeline never stalls.
+    """Choose the target's favourite among drafts above the newest level, so that the pipeline never stalls.
 
     Any other draft costs ticks: a late sibling at once, one that nothing is left of soon. Drafts that the request's
     rules forbid are none. Of equals the lowest id is taken.

@@ -72,7 +72,7 @@ class PipelineRound:
         self._moves: list[tuple[abc.Sequence[int], abc.Sequence[int]]] = []  # of K/V, that the next frame takes along
         self.pool.store = self
         self._fresh = self._epoch = 0
-        self._turn = 0  # who comes first where not all have room in a tick
+        self._turn = 0  # the first where not all have room in a tick
         self._verdicts: list[Cut] = []  # of the tick
         self._added = 0, 0  # refills and late siblings of the tick
         self._tick_count = 0
@@ -206,7 +206,7 @@ class PipelineRound:
         return parts
 
     def _text(self, running: Running, work: Work) -> StageRows:
-        """Rows of a text; its last one is the root. Those before it are committed: what comes later finds them."""
+        """Rows of a text; its last one is the root. Those before it are committed, so later rows find them."""
         sequence, cache = running.sequence, running.cache
         view, rows = sequence, work.rows
         first = cache.committed
@@ -348,7 +348,7 @@ class PipelineRound:
         width, rows = self._width(running), self.config.rows
         if rows is not None:
             width = max(1, min(width, rows // len(self._running)))
-        room = width - waiting  # what has not entered yet is part of the coming level
+        room = width - waiting  # rows that have not entered yet are part of the coming level
         places = [flight.nodes[number].place for number in flight.append(offers, max(0, room))]
         refills, late = self._added
         refilled = any(deepest < place <= running.newest for place in places)

@@ -1,6 +1,6 @@
 """SPIRe's drafter: chains of a draft that reads the target's activations, in constant memory a text.
 
-What rows see of a verified token is a target activation, of the root and of drafted tokens the draft's own memory. The
+Rows see a target activation of a verified token, of the root and of drafted tokens the draft's own memory. The
 root is verified but has no activation yet. When a pass has verified tokens, their memory is written again from what the
 pass showed; that costs the K and V projections alone.
 

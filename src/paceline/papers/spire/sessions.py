@@ -116,7 +116,7 @@ class SpireSessions(ObservingSessions):
         session: RingSession = self._open.get(view.key) or self.follow(view)
         if session.seen != first:  # a gap
             session.start, session.sunk = begin, 0
-        if begin > first:  # what lies before the window is not written
+        if begin > first:  # rows before the window are not written
             session.start = begin
         if first <= session.sunk < sinks:
             session.sunk = min(sinks, stop)

@@ -1,4 +1,4 @@
-"""What is predicted several tokens ahead, from one row: the tokens wanted, and counts of what was found."""
+"""Predictions several tokens ahead from one row: aims, and counts of hits."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class StreamingSessions(ModelSessions):
         super().close(key)
 
     def reroot(self, key: int, node: int) -> None:
-        """Implement `DraftSessions`. What was guessed below nodes that stay is of use still."""
+        """Implement `DraftSessions`. Guesses below nodes that stay remain of use."""
         super().reroot(key, node)
         stay = self._open[key].nodes
         guessed = self._guessed.pop(key, {})

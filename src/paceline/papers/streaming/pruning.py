@@ -84,7 +84,7 @@ def surviving(
         else:
             alive.append(node)
     if count is not None and len(alive) > count:
-        # A score is never above its parent's, and parents come first: what stays is a tree.
+        # A score is never above its parent's, and parents come first, so a tree remains.
         alive = sorted(sorted(alive, key=lambda n: (-scores[n], n))[:count])
     return [0, *alive]
 

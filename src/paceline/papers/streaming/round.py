@@ -119,7 +119,7 @@ class StreamHook(PassHook):
             self.rows = self._run.rows
 
     def decide(self, stack: Stack, token_pass: TokenPass, pool: KVPool, taps: NativeTaps | None) -> list[int]:
-        """Return the choices of the pass; what its streams predict is kept for `after`."""
+        """Return the choices of the pass; predictions of its streams are kept for `after`."""
         if self._run is None:
             return super().decide(stack, token_pass, pool, taps)
         chosen, self._answers, self.late_ms = decide_streams(stack, token_pass, self._run, pool, taps)

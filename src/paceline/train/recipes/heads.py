@@ -293,7 +293,7 @@ class HeadRecipe:
         return tuple(tuple(round(rate, 5) for rate in row) for row in rates.tolist()) if whole else ()
 
     def _judged(self, domain: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of every step and anchor of each batch what `held_out_figures` counts."""
+        """Return, by step and anchor of each batch, what `held_out_figures` counts."""
         device, sums = self.target.head_weight.device, []
         batches = [batch.to(device) for batch in self.held_out[domain]]
         if domain not in self._held:  # the target is frozen, so one pass serves all evaluations
