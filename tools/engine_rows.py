@@ -42,7 +42,7 @@ def main() -> None:
     def timed(rows: Any, *rest: Any, **named: Any) -> Any:
         began = perf_counter()
         result = decide(rows, *rest, **named)
-        if len(rows.wanted) == len(rows.tokens):  # no rows of a prompt
+        if len(rows.choice_rows) == len(rows.tokens):  # no rows of a prompt
             passes.setdefault(len(rows.tokens), []).append((perf_counter() - began) * 1e3)
         return result
 
@@ -57,7 +57,7 @@ def main() -> None:
         return {"prompt_token_ids": [rng.randrange(100, highest) for _ in range(length)]}
 
     prompts, answer = [prompt(96), prompt(96)], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    timer = PassTimer(llm.decoder, 1, 110, max(ROWS), kv_layout(llm.config, llm.decoder.own, llm.decoder.dtype))
+    timer = PassTimer(llm.decoder, 1, 110, max(ROWS), kv_layout(llm.config, llm.decoder.local, llm.decoder.dtype))
     steps, long_prompts = {rows: list[float]() for rows in ROWS}, list[float]()
     for _ in range(options.rounds):
         stack.decide = timed

@@ -57,25 +57,25 @@ def export(engine: Engine, head: Path, out: Path, verifier: str = "", tokens: in
         ConfigError: a folder without a head, one that is taken, or no name of the target.
         CapabilityError: the engine cannot express it.
     """
-    asked = f"export {engine} {head}"
+    subject = f"export {engine} {head}"
     if engine not in get_args(Engine):
-        raise ConfigError(asked, f"no engine {shown(engine)}", f"name one of {', '.join(get_args(Engine))}")
+        raise ConfigError(subject, f"no engine {shown(engine)}", f"name one of {', '.join(get_args(Engine))}")
     for file, what in OTHERS.items():
         if is_file(head / file):
-            raise CapabilityError(asked, f"this is {what}", "export an EAGLE head")
+            raise CapabilityError(subject, f"this is {what}", "export an EAGLE head")
     model = load_head(head)
     if is_file(head / HOT_FILE):
         wrong = f"its drafts are limited to hot tokens ({HOT_FILE}), and its head has no vocabulary of its own"
-        raise CapabilityError(asked, wrong, f"copy the folder without {HOT_FILE}: it then drafts from all tokens")
+        raise CapabilityError(subject, wrong, f"copy the folder without {HOT_FILE}: it then drafts from all tokens")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(asked, f"{out} is there already", "name a folder that is not")
-    own = json.loads((head / CONFIG_FILE).read_text(encoding="utf-8"))  # facts that only Paceline reads
-    values, config = read_values(head), read_head(head)[0] | ({OWN: own[OWN]} if OWN in own else {})
+        raise ConfigError(subject, f"{out} is there already", "name a folder that is not")
+    facts_of_head = json.loads((head / CONFIG_FILE).read_text(encoding="utf-8"))  # facts that only Paceline reads
+    values, config = read_values(head), read_head(head)[0] | ({OWN: facts_of_head[OWN]} if OWN in facts_of_head else {})
     if isinstance(model, Eagle3Model):
-        facts = _verifier(asked, verifier, tokens) if engine == "speculators" else {}
+        facts = _verifier(subject, verifier, tokens) if engine == "speculators" else {}
         config, values = _third(engine, config, values, model, facts)
     else:
-        config, values = _first(engine, asked, config, values)
+        config, values = _first(engine, subject, config, values)
     out.mkdir(parents=True, exist_ok=True)
     whole = {name: value.contiguous() for name, value in values.items()}
     save_file(whole, out / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -91,16 +91,16 @@ def export(engine: Engine, head: Path, out: Path, verifier: str = "", tokens: in
 
 
 def _first(
-    engine: Engine, asked: str, config: dict[str, Any], values: dict[str, Tensor]
+    engine: Engine, subject: str, config: dict[str, Any], values: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a head of EAGLE-1 or 2."""
     bias = values.get("fc.bias")
     if engine == "speculators":
         wrong = "speculators has EAGLE-3 heads alone, this is one of EAGLE-2"
-        raise CapabilityError(asked, wrong, "export it for vllm")
+        raise CapabilityError(subject, wrong, "export it for vllm")
     if engine == "vllm" and bias is not None:
         if bool(bias.any()):
-            raise CapabilityError(asked, "its fusing map has a bias, which vLLM leaves out", "export it for sglang")
+            raise CapabilityError(subject, "its fusing map has a bias, which vLLM leaves out", "export it for sglang")
         del values["fc.bias"]
     if engine == "sglang" and bias is None:  # SGLang's has one, random where the file has none
         values["fc.bias"] = torch.zeros_like(values["fc.weight"][:, 0])
@@ -132,13 +132,13 @@ def _third(
     return whole, named
 
 
-def _verifier(asked: str, name: str, tokens: int) -> dict[str, Any]:
+def _verifier(subject: str, name: str, tokens: int) -> dict[str, Any]:
     """Return the part of speculators' config that names the target."""
     if not name:
-        raise ConfigError(asked, "its config names the target, and none is given", "add --verifier NAME")
+        raise ConfigError(subject, "its config names the target, and none is given", "add --verifier NAME")
     folder = Path(name)
-    found = read_json(folder / "config.json", "restore it") if is_file(folder / "config.json") else {}
-    architectures = found.get("architectures") or []
+    config = read_json(folder / "config.json", "restore it") if is_file(folder / "config.json") else {}
+    architectures = config.get("architectures") or []
     method = {"proposal_type": "greedy", "speculative_tokens": tokens}
     return {
         "speculators_config": {

@@ -13,6 +13,7 @@ import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from paceline import LLM, SamplingParams
@@ -105,7 +106,7 @@ class Matrix:
             return self.note(failure)
         if wrong := [name for name, own, plain in zip(REQUESTS, ids, self.ids, strict=True) if own != plain]:
             return f"other ids: {', '.join(wrong)}"
-        return " ".join(f"{100 * own.accepted / own.emitted:.0f}" for own in stats)
+        return f"{fmean(100 * one.accepted / one.emitted for one in stats):.0f}"
 
     def note(self, reason: str) -> str:
         """Return the number of a reason."""
@@ -137,9 +138,9 @@ def main() -> None:
         known[name] = Matrix().table(*TABLES[name])
     page = [
         "# Drafters, rounds and processes",
-        f"Written by `python tools/matrix.py` with `{MODEL}`. The figures of a cell: of 100 output tokens so many were "
-        f"accepted drafts, in requests of five kinds: {', '.join(REQUESTS)}. All ids are those of plain decoding. In "
-        "brackets: why it is refused. Drafts of a process come too late where a tick is short.",
+        f"Written by `python tools/matrix.py` with `{MODEL}`. A cell has the percentage of output tokens that were "
+        f"accepted drafts, the mean of requests of five kinds: {', '.join(REQUESTS)}. All ids are those of plain "
+        "decoding. In brackets: why it is refused. Drafts of a process come too late where a tick is short.",
         *(f"## {name}\n\n{known[name].strip()}" for name in TABLES if name in known),
     ]
     ask.out.write_text("\n\n".join(page) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ def with_plain(methods: Sequence[Method], applications: Mapping[str, str]) -> li
     Raises:
         ConfigError: a trained set that cannot be read.
     """
-    own = [m for m in methods if m.own]
+    own = [m for m in methods if m.ours]
     covered = {(m.dtype, m.application) for m in own if m.plain}
     firsts: dict[tuple[str, str | None], Method] = {}
     for method in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")]:

@@ -365,13 +365,13 @@ class NearTies:
     ) -> Finding:
         """What the judge says of one sequence that parts from the reference's at position ``at``."""
         exact = bool(method.settings.get("exact")) and bool(reference.settings.get("exact"))
-        key = (reference.name, method.own, exact)
+        key = (reference.name, method.ours, exact)
         if key not in self._judges:
             llm = self._llm_of(reference)
             done = [(trial, i) for trial in base if trial.error is None for i in range(len(trial.prompts))]
             texts = [(self._request_of(trial, i)[0], trial.outputs[i]) for trial, i in done]
             decoder = llm.decoder
-            tolerance = Tolerance.own(decoder, exact, texts) if method.own else Tolerance.foreign(decoder.dtype)
-            self._judges[key] = Judge(llm, tolerance, method.own)
+            tolerance = Tolerance.own(decoder, exact, texts) if method.ours else Tolerance.foreign(decoder.dtype)
+            self._judges[key] = Judge(llm, tolerance, method.ours)
         prompt_ids, params = self._request_of(trial, place)
         return self._judges[key].look(JudgedRequest(prompt_ids=prompt_ids, params=params), said, other, at)

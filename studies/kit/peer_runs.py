@@ -118,12 +118,12 @@ class PeerRun(Run):
         self.peers = {}
         entry = next((e for e in zoo.available() if e.name == self.config.model), None)
         names = [entry.draft if entry is not None else None]
-        names += [getattr(drafter_config(method), "model", None) for method in self.config.methods if method.own]
+        names += [getattr(drafter_config(method), "model", None) for method in self.config.methods if method.ours]
         name = next(filter(None, names), None)
         draft = Path(resolve_folder(name)) if name else None
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         for method in self.config.methods:
-            if method.own:
+            if method.ours:
                 continue
             try:
                 target, own_draft = self._written(method, folder, draft, scratch)
@@ -166,13 +166,13 @@ class PeerRun(Run):
         report.exactness, notes = near_ties.check(report, near_ties.NearTies(self.llm, self.request))
         report.notes += notes
 
-    def wanted(self, method: Method, group: Group) -> bool:
+    def runs(self, method: Method, group: Group) -> bool:
         if method.name in self.unavailable:
             return False
-        return method.own or self.peers[method.name].refuses(group.cell) is None
+        return method.ours or self.peers[method.name].refuses(group.cell) is None
 
     def runner(self, method: Method) -> Any:
-        return super().runner(method) if method.own else self.peers[method.name]
+        return super().runner(method) if method.ours else self.peers[method.name]
 
     def trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
         try:
@@ -228,7 +228,7 @@ def against(summary: Summary, section: Cell) -> dict[str, dict[str, Interval]]:
     rows = summary.of(section)
     cells = list(dict.fromkeys(row.cell for row in rows if row.cell))
     names = list(dict.fromkeys(row.method.name for row in rows))
-    peers = [n for n in names if not summary.methods[n].own and summary.methods[n].plain]
+    peers = [n for n in names if not summary.methods[n].ours and summary.methods[n].plain]
     ratios = {p: {n: overall_ratio(summary, n, p, cells) for n in names if n != p} for p in peers}
     return {peer: {name: ratio for name, ratio in of.items() if ratio is not None} for peer, of in ratios.items()}
 
@@ -254,7 +254,7 @@ def peer_headline(summary: Summary) -> str | None:
 def rival(summary: Summary) -> tuple[str, str, Interval] | None:
     """The best method here, the fastest peer, speculative or plain, and how many times as fast it the first is."""
     total = summary.total(summary.main)
-    ours, theirs = best(total), max((r for r in total if not r.method.own), key=lambda r: r.speed or 0.0, default=None)
+    ours, theirs = best(total), max((r for r in total if not r.method.ours), key=lambda r: r.speed or 0.0, default=None)
     if ours is None or theirs is None or not theirs.speed:
         return None
     cells = [r.cell for r in summary.of(ours.section) if r.method.name == theirs.method.name and r.cell]

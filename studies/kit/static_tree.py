@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.options import option
-from paceline.draft.sessions import ROOT, Ask, GoingSessions
+from paceline.draft.sessions import ROOT, Ask, AsyncSessions
 from paceline.engine.base import RoundParts, Work
 from paceline.model.stage_line import StageLine
 from paceline.model.stages import StageRows
 from paceline.papers.specpipe.config import PipelineConfig
-from paceline.papers.specpipe.flight import Flight, Offer
+from paceline.papers.specpipe.flight import InFlightTree, Offer
 from paceline.papers.specpipe.records import Running
 from paceline.papers.specpipe.round import PipelineRound
 from paceline.papers.specpipe.source import Source
@@ -45,7 +45,7 @@ class StaticTreeConfig(PipelineConfig):
         return (self.stages + 2 + len(self.factors)) * math.prod(self.factors) ** 2
 
     def over(
-        self, parts: RoundParts, stage_line: StageLine, going: Callable[[GoingSessions], GoingSessions] | None = None
+        self, parts: RoundParts, stage_line: StageLine, going: Callable[[AsyncSessions], AsyncSessions] | None = None
     ) -> PipelineRound:
         """See `PipelineConfig`."""
         sessions = self.sessions(parts, self.nodes)
@@ -56,12 +56,12 @@ class StaticTreeConfig(PipelineConfig):
 class TreeSource(Source):
     """A source that is asked for levels of static trees."""
 
-    def __init__(self, sessions: GoingSessions, vocab_size: int, factors: Sequence[int]) -> None:
+    def __init__(self, sessions: AsyncSessions, vocab_size: int, factors: Sequence[int]) -> None:
         super().__init__(sessions, 1, vocab_size)
         self.factors = factors
         self.tops: dict[int, int] = {}  # by sequence: place of the root of its newest tree; all follow each other
 
-    def ask(self, flights: Mapping[int, tuple[Flight, int]]) -> None:
+    def ask(self, flights: Mapping[int, tuple[InFlightTree, int]]) -> None:
         """See `Source`: below the last level of a tree is the root of the next."""
         if self._asked:
             return
@@ -126,10 +126,10 @@ class StaticTreeRound(PipelineRound):
         self._extend(found := source.take())
         return bool(found)
 
-    def _append(self, running: Running, flight: Flight, offers: Sequence[Offer]) -> None:
+    def _append(self, running: Running, flight: InFlightTree, offers: Sequence[Offer]) -> None:
         flight.extend(offer for offer in offers if offer.parent in flight.nodes)
 
-    def _go_on(self, running: Running, flight: Flight, token: int) -> bool:
+    def _go_on(self, running: Running, flight: InFlightTree, token: int) -> bool:
         known = flight.child(token) is not None
         hit = super()._go_on(running, flight, token)
         if not known:

@@ -17,7 +17,7 @@ from typing import Literal
 from paceline.core.errors import ConfigError
 from paceline.core.inference import inference
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
-from paceline.draft.sessions import Ask, DraftSessions, Growing, Grown
+from paceline.draft.sessions import Ask, DraftSessions, NewNodes, Pending
 from paceline.model.stages import Frame, Stage, StagesInTurn
 from paceline.runtime.clock import Clock, Late
 from paceline.runtime.stage_workers import InFlight, Sent
@@ -246,23 +246,23 @@ class VirtualSessions(LocalSessions):
             rows = sum(len(ask.expand) for ask in asks)
             with self._timeline.span("source", "draft", rows=rows), self._pace.work(rows):
                 try:
-                    answer: list[Grown] | Exception = self.inner.grow(asks)
+                    answer: list[NewNodes] | Exception = self.inner.grow(asks)
                 except Exception as error:
                     answer = error
             self._outbox.put(answer)
 
     def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
-        """See `GoingSessions`."""
+        """See `AsyncSessions`."""
         self._inbox.put(asks)
         self._waiting = LocalGrowing.of(asks, levels)
         return self._waiting
 
     def look(self) -> None:
-        """See `GoingSessions`; what the sessions raised is raised."""
+        """See `AsyncSessions`; what the sessions raised is raised."""
         self._take(0)
 
-    def wait(self, growing: Growing) -> None:
-        """See `GoingSessions`; what the sessions raised is raised."""
+    def wait(self, growing: Pending) -> None:
+        """See `AsyncSessions`; what the sessions raised is raised."""
         self._take(None)
 
     def _take(self, timeout: float | None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from paceline.model.joins import Joins, RankMemory
+from paceline.model.joins import Collectives, RankMemory
 
 TURNS = 20  # of each way
 WAIT_S = 120.0
@@ -55,7 +55,7 @@ def measure(rows: int, width: int, repeats: int) -> list[JoinCost]:
 def _rank(rank: int, path: str, store: str, rows: int, width: int, repeats: int, answers: Any) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    joins, x = Joins.opened(path, rank, 2), torch.ones(rows, width)
+    joins, x = Collectives.opened(path, rank, 2), torch.ones(rows, width)
     ways: dict[str, Callable[[], Any]] = {
         "shared memory": lambda: joins.sum(x),
         "gloo": lambda: distributed.all_reduce(x),

@@ -23,7 +23,7 @@ from mirror_parts.latency import MirrorStep
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.draft.local_sessions import LocalSessions
-from paceline.draft.sessions import ROOT, Ask, Grown, Opening
+from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
 from paceline.papers.mirror.rollout import Branch, Chain, Rollout
 from paceline.runtime.placement import cores, pin
 
@@ -152,7 +152,7 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     begin, shapes = round_.sessions.begin, list[Shape]()
 
     def noted(asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Any:
-        shapes.extend(shape_of(own, wanted) for own, wanted in zip(asks, levels, strict=True) if own.given)
+        shapes.extend(shape_of(own, wanted) for own, wanted in zip(asks, levels, strict=True) if own.added)
         return begin(asks, levels)
 
     round_.sessions.begin = noted
@@ -164,7 +164,7 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
 def shape_of(own: Ask, levels: Sequence[int]) -> Shape:
     """Of one sequence's candidates, whose places are numbered as they come."""
     places: dict[int, int] = {}
-    return [(places.setdefault(node, len(places)), most) for (node, _), most in zip(own.given, levels, strict=True)]
+    return [(places.setdefault(node, len(places)), most) for (node, _), most in zip(own.added, levels, strict=True)]
 
 
 # -- what is measured
@@ -208,15 +208,15 @@ class MadeUp:
     def __init__(self) -> None:
         self._numbers = count(1)
 
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
         """See `DraftSessions`."""
         return [self._grown(ask) for ask in asks]
 
-    def _grown(self, ask: Ask) -> Grown:
-        given = [next(self._numbers) for _ in ask.given]
+    def _grown(self, ask: Ask) -> NewNodes:
+        given = [next(self._numbers) for _ in ask.added]
         parents = [*given, *ask.expand]
         nodes = [next(self._numbers) for _ in parents]
-        return Grown(given, parents, nodes, [node % 251 for node in nodes], [0.0] * len(nodes), [0] * len(nodes))
+        return NewNodes(given, parents, nodes, [node % 251 for node in nodes], [0.0] * len(nodes), [0] * len(nodes))
 
     def nothing(self, *_: Any) -> None:
         """They know no text."""

@@ -7,12 +7,12 @@ from math import exp, log
 from statistics import fmean
 from typing import Any
 
-from kit.planner.models import read_shape
 from kit.study import Table
 
 from mirror_parts.common import MirrorFlags, study
 from mirror_parts.latency import MirrorStep
 from paceline.papers.mirror.exits import shares
+from paceline.plan.models import read_shape
 from paceline.weights.source import resolve_folder
 
 TASKS = ("Translation", "Summarization", "Question Answering", "Mathematical Reasoning", "RAG", "Conversation")

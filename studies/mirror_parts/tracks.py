@@ -72,17 +72,17 @@ class Way:
 
 
 class Alone:
-    """`model.joins.Joins` of one process that measures what it computes: the others' parts are its own."""
+    """`model.joins.Collectives` of one process that measures what it computes: the others' parts are its own."""
 
     def __init__(self, count: int) -> None:
         self.count, self.struct = count, SimpleNamespace()
 
     def sum(self, x: Tensor) -> Tensor:
-        """See `Joins`."""
+        """See `Collectives`."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `Joins`."""
+        """See `Collectives`."""
         return x.repeat(1, self.count)
 
 

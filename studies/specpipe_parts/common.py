@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from kit.clock import VIRTUAL, VirtualClock
 from kit.links import Link
-from kit.planner.models import named
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Options, Study, asked
 from kit.ticks import watch_ticks
@@ -35,6 +34,7 @@ from paceline.kv.pool import KVPool
 from paceline.papers.specpipe.config import PipelineConfig
 from paceline.papers.specpipe.records import Tick
 from paceline.papers.specpipe.round import PipelineRound
+from paceline.plan.models import named
 
 Value = TypeVar("Value")
 Job = tuple[abc.Sequence[int], SamplingParams]
@@ -176,7 +176,7 @@ class PipelineRun:
     @property
     def mean_bubble(self) -> float:
         """Ticks without a token for each one with a token, from the first one that gave one on."""
-        said = [tick.said for tick in self.ticks]
+        said = [tick.count for tick in self.ticks]
         first = next(place for place, count in enumerate(said) if count)
         return said[first:].count(0) / max(1, sum(said) - 1)
 

@@ -13,9 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kit.planner.models import ModelSizes
-
 from paceline.core.errors import ConfigError
+from paceline.plan.models import ModelSizes
 
 
 def equation_1(stage_times: Sequence[float], hit_rate: float) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kit.planner.models import named, shape_of
 from kit.study import Table
 
 from paceline.kv.pool import KVPool
 from paceline.model.stages import Stage
+from paceline.plan.models import named, shape_of
 from specpipe_parts.common import PipeFlags, levels, study, target
 from specpipe_parts.law import stage_bytes
 

@@ -92,7 +92,7 @@ def ran(ask: PipeFlags, way: str, found: Sequence[Sequence[int]], answers: str) 
         times.append(1e3 * (time.perf_counter() - began) / (tokens - 1))
         said.append([*output.outputs[0].token_ids])
         verdicts += [verdict for tick in ticks for verdict in tick.verdicts]
-        counts = [tick.said for tick in ticks]
+        counts = [tick.count for tick in ticks]
         empty += counts[next((place for place, count in enumerate(counts) if count), 0) :].count(0)
     hits = sum(verdict.hit for verdict in verdicts)
     return StageRun(

@@ -13,12 +13,12 @@ from itertools import combinations
 from statistics import median
 
 import numpy as np
-from kit.planner.throughput import Cost, ServedModel, pass_cost
 from numpy.typing import NDArray
 
 from paceline.api.llm import LLM
 from paceline.bench.calibrate import time_passes
 from paceline.core.errors import ConfigError
+from paceline.plan.throughput import Cost, ServedModel, pass_cost
 
 REPEATS = 9  # of each pass; medians count
 LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to

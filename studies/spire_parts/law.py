@@ -10,9 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from kit.planner.throughput import Cost, RoundCost, ServedModel, pass_cost, round_of
-
 from paceline.engine.costs import CostTable
+from paceline.plan.throughput import Cost, RoundCost, ServedModel, pass_cost, round_of
 
 MOST_ROWS = 2**40  # sequences: beyond it nothing changes
 

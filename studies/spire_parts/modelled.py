@@ -12,12 +12,12 @@ from typing import Any
 
 from kit import figures
 from kit.figures import Panel, Series
-from kit.planner import models
-from kit.planner.models import ModelSizes
-from kit.planner.throughput import ServedModel
 from kit.study import Table
 
 from paceline.core.errors import ConfigError
+from paceline.plan import models
+from paceline.plan.models import ModelSizes
+from paceline.plan.throughput import ServedModel
 from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
 

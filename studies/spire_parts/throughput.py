@@ -14,8 +14,6 @@ from typing import Any
 from kit import figures
 from kit.figures import Panel, Series
 from kit.filled import Filled
-from kit.planner.models import read_shape, shape_of
-from kit.planner.throughput import ServedModel
 from kit.random_model import materialised
 from kit.scores import workload_of
 from kit.study import Table
@@ -30,6 +28,8 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.costs import CONTEXT, ROWS, CostTable
 from paceline.model.hot import load_hot
 from paceline.papers.spire.model import read_shape as read_draft
+from paceline.plan.models import read_shape, shape_of
+from paceline.plan.throughput import ServedModel
 from paceline.weights.source import resolve_folder
 from spire_parts.common import (
     CONTEXTS,

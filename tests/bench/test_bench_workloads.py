@@ -93,7 +93,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: Any, wrong
     path = write(tmp_path / "x.jsonl", {"id": "first", "turns": ["a"]}, "", line)
     with pytest.raises(ConfigError, match=re.escape(wrong)) as error:
         load(path)
-    assert error.value.asked == f"{path}, line 3"
+    assert error.value.subject == f"{path}, line 3"
 
 
 def test_unknown_names_and_paths(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_kept_nodes_keep_their_paths_sources_and_scores(tree, data):
     for b, count in enumerate(tree.counts):
         picked = {n for n in range(count) if data.draw(st.booleans())}
         nodes.append(sorted({0}.union(*(paths_of(tree, b)[n] for n in picked))))
-    cut = tree.kept(nodes)
+    cut = tree.subset(nodes)
     replace(cut, checked=False).check()
     for b, own in enumerate(nodes):
         before, after = paths_of(tree, b), paths_of(cut, b)
@@ -72,7 +72,7 @@ def test_kept_nodes_keep_their_paths_sources_and_scores(tree, data):
             assert [cut.tokens[b][n] for n in after[new]] == [tree.tokens[b][n] for n in before[old]]
             assert (cut.sources[b][new], cut.scores[b][new]) == (tree.sources[b][old], tree.scores[b][old])
     sampled = replace(tree, q=torch.ones(len(tree.counts), max(tree.counts), VOCAB))
-    assert sampled.kept([range(count) for count in tree.counts]).q is None
+    assert sampled.subset([range(count) for count in tree.counts]).q is None
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_siblings_are_tried_in_order_against_the_residual():
 
 def test_rejection_says_why_it_needs_q():
     tree, p, uniform, noise = sampled_chains(0)
-    dropped = tree.kept([range(count) for count in tree.counts])
+    dropped = tree.subset([range(count) for count in tree.counts])
     for verifier in (rejection, block):
         with pytest.raises(CapabilityError, match="without q.*dropped.*sample_and_match"):
             verifier(dropped, p, uniform, lambda b, n: noise[b, n])

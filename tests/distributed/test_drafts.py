@@ -21,7 +21,7 @@ from kits.tiny import VOCAB, assemble, draft_model, ids, run, tiny_decoder
 
 from paceline.core.grammar import Grammar
 from paceline.core.sampling import SamplingParams
-from paceline.draft.sessions import ROOT, Ask, GoingSessions, Opening
+from paceline.draft.sessions import ROOT, Ask, AsyncSessions, Opening
 from paceline.engine.base import RoundParts
 from paceline.papers.mirror.round import MirrorRound
 from paceline.runtime.draft_worker import service
@@ -73,7 +73,7 @@ def test_random_lives_are_the_same_here_and_there():
         found = here.grow(asks)
         assert there.grow(asks) == found
         for ask, grown in zip(asks, found, strict=True):
-            nodes[ask.key] += [n for n in (*grown.given, *grown.nodes) if n not in nodes[ask.key]]
+            nodes[ask.key] += [n for n in (*grown.added, *grown.nodes) if n not in nodes[ask.key]]
             drafted += len(grown.nodes)
         key = draw.choice([*nodes])
         if turn % 4 == 0:
@@ -121,7 +121,7 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     clock.sleep_until(0.0071)  # levels end at 2.5, 4.5 and 6.5 ms, and are known 0.5 ms later
     sessions.look()
     assert len(growing.levels) == 3 and not growing.done
-    sessions.reroot(0, growing.levels[0][0].given[0])  # is there at 7.6 ms, after the level that ends at 8.5 ms
+    sessions.reroot(0, growing.levels[0][0].added[0])  # is there at 7.6 ms, after the level that ends at 8.5 ms
     sessions.wait(growing)
     assert len(growing.levels) == 5 and growing.levels[4] == {}
     assert clock.now() == pytest.approx(0.009) and timed.rows == [3, 3, 3, 3]
@@ -179,11 +179,11 @@ JOBS = [
 ]
 
 
-def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[WindowVerdict]]:
+def mirrored(sessions: AsyncSessions) -> tuple[list[list[int]], list[WindowVerdict]]:
     """What the mirror round says with these sessions, and what became of its windows."""
     engine = assemble(draft_model(noise=0.2, depth=4), round="mirror,kappa=4,exit=2", decoder=TARGET)
     made, verdicts = engine.round, list[WindowVerdict]()
-    assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
+    assert isinstance(made, MirrorRound) and isinstance(sessions, AsyncSessions)
     parts = RoundParts(target=made.target, pool=made.pool, drafter=draft_model(noise=0.2, depth=4))
     engine.round = MirrorRound(made.config, parts, made.exit, sessions)
     watch(engine.round, verdicts.append)

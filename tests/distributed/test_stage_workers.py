@@ -44,7 +44,7 @@ def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int) -> None
         here = assemble(drafter(), round=f"pipeline,stages={stages}", decoder=DECODER)
         others = watch_ticks(here.round)
         (output,) = run(here, jobs)
-        assert [(t.entered, t.said, t.hits) for t in ticks] == [(t.entered, t.said, t.hits) for t in others]
+        assert [(t.entered, t.count, t.hits) for t in ticks] == [(t.entered, t.count, t.hits) for t in others]
         assert engine.pool.idle and not engine.round.busy and engine.round.failure is None and stage_line.faults == []
         assert output.stats.row_layers % LAYERS == 0
         hits += sum(tick.hits for tick in ticks)

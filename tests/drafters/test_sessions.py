@@ -15,7 +15,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.draft.draft_model import DraftModel
 from paceline.draft.model_sessions import ModelSessions
-from paceline.draft.sessions import ROOT, Ask, Grown, Opening
+from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
 from paceline.draft.text_sessions import LookUps, opened
 
 TARGET = tiny_decoder()
@@ -85,14 +85,14 @@ class Twin:
         best = log_q.topk(width)
         return best.indices.tolist(), best.values.tolist()
 
-    def grow(self, ask: Ask, grown: Grown) -> None:
-        for (parent, token), node in zip(ask.given, grown.given, strict=True):
+    def grow(self, ask: Ask, grown: NewNodes) -> None:
+        for (parent, token), node in zip(ask.added, grown.added, strict=True):
             self.parents[node], self.tokens[node] = parent, token
         children: dict[int, list[tuple[int, float]]] = {}
         for parent, node, token, log_q in zip(grown.parents, grown.nodes, grown.tokens, grown.log_q, strict=True):
             self.parents[node], self.tokens[node] = parent, token
             children.setdefault(parent, []).append((token, log_q))
-        assert {*children} == {*grown.given, *ask.expand}
+        assert {*children} == {*grown.added, *ask.expand}
         for parent, said in children.items():
             tokens, log_q = self.says(parent, ask.width)
             assert [token for token, _ in said] == tokens
@@ -160,7 +160,7 @@ def test_nothing_grows_where_there_is_no_room() -> None:
     _, served = sessions(rows=1, pool_tokens=16, sequences=1)
     served.open(opening(0, PROMPT))
     grown = served.grow([Ask(0, [(ROOT, 10 + i) for i in range(60)])])[0]
-    assert len(grown.given) == 60 and not grown.nodes
+    assert len(grown.added) == 60 and not grown.nodes
     assert served.grow([Ask(0, expand=[ROOT])])[0].nodes
     _, served = sessions()
     last = served.decoder.config.max_position

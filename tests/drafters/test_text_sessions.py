@@ -63,7 +63,7 @@ def lives(config: Any, seed: int) -> Any:
         parent, node = draw.choice(places), draw.choice(places)
         ask = Ask(key, [(parent, draw.randrange(6))], [node], draw.choice([1, 3]))
         (grown,) = served.grow([ask])
-        for place in dict.fromkeys([*grown.given, node]):
+        for place in dict.fromkeys([*grown.added, node]):
             rows = zip(grown.parents, grown.tokens, grown.log_q, strict=True)
             said = [(token, log_q) for parent, token, log_q in rows if parent == place]
             yield texts[key], tree.tokens(place), ask.width, said

@@ -239,7 +239,7 @@ def test_a_drafter_that_takes_over_is_met_with_what_is_expected_of_it(
     for _ in range(600):
         _step(budget, sequences, [[WRONG] * 8], world)
     for expected in renewed:
-        budget.renew("drafter", expected)
+        budget.reset_source("drafter", expected)
     asked = [_step(budget, sequences, [[RIGHT] * 8], world)[0][0] > 0 for _ in range(30)]
     assert asks[0] <= sum(asked) <= asks[1]
 
@@ -272,7 +272,7 @@ def test_off_is_said_of_answers_without_any_draft() -> None:
     budget = llm.engine.budget
     learn = budget.observe
     budget.observe = lambda step: learn(  # type: ignore[method-assign]
-        replace(step, draft_ms=0.0, ask_ms=0.0, rest_ms=5.0 + 20.0 * sum(step.drafted))
+        replace(step, draft_ms=0.0, propose_ms=0.0, rest_ms=5.0 + 20.0 * sum(step.drafted))
     )
     answers = [
         llm.generate(

@@ -54,7 +54,7 @@ def test_a_run_cut_anywhere_goes_on_with_the_same_tokens(name: str, data: st.Dat
     cuts = [data.draw(st.integers(0, len(sample.token_ids))) for sample in whole.outputs]
     runner = engine(drafting)
     said = [sample.token_ids[:cut] for sample, cut in zip(whole.outputs, cuts, strict=True)]
-    live = runner.live[runner.submit(PROMPT, params, said=said)]
+    live = runner.live[runner.submit(PROMPT, params, resume_tokens=said)]
     told = [""] * params.n
     told_ids: list[list[int]] = [[] for _ in told]
     heads = [live.sequences[i].checker.stable_text() for i in range(params.n)]
@@ -83,7 +83,7 @@ def test_a_run_cut_anywhere_goes_on_with_the_same_tokens(name: str, data: st.Dat
 def test_what_was_said_to_its_end_ends_at_once_and_is_told():
     whole, ended = WHOLE["greedy"].outputs[0], []
     runner = engine()
-    request_id = runner.submit(PROMPT, GREEDY, said=[whole.token_ids], on_end=ended.append)
+    request_id = runner.submit(PROMPT, GREEDY, resume_tokens=[whole.token_ids], on_end=ended.append)
     live = runner.live[request_id]
     assert runner.busy and not ended
     assert runner.step() == [live] == ended and live.ended is not None
@@ -97,7 +97,7 @@ def test_a_drawn_seed_is_known_and_goes_on():
     live = first.live[first.submit(PROMPT, params)]
     whole = finish(first, live).outputs[0]
     second = engine()
-    again = second.submit(PROMPT, replace(params, seed=live.seed), said=[whole.token_ids[:5]])
+    again = second.submit(PROMPT, replace(params, seed=live.seed), resume_tokens=[whole.token_ids[:5]])
     assert finish(second, second.live[again]).outputs[0].token_ids == whole.token_ids
 
 
@@ -113,5 +113,5 @@ def test_a_drawn_seed_is_known_and_goes_on():
 def test_what_cannot_have_been_said_is_refused(said: list[list[int]], params: SamplingParams, word: str):
     runner = engine()
     with pytest.raises(ConfigError, match=word):
-        runner.submit(PROMPT, params, said=said)
+        runner.submit(PROMPT, params, resume_tokens=said)
     assert not runner.busy

@@ -68,7 +68,7 @@ def test_one_more_than_may_wait_is_refused():
     engine.step()
     with pytest.raises(QueueFull):
         engine.submit(given[3], GREEDY)
-    engine.submit(given[3], GREEDY, taken=True)  # by an engine that was lost
+    engine.submit(given[3], GREEDY, admitted=True)  # by an engine that was lost
     assert len(ended(engine)) == 4
     engine.submit(given[4], GREEDY)
     assert len(ended(engine)) == 1

@@ -14,7 +14,7 @@ from paceline.api.assembly.models import draft_device, stage_devices
 from paceline.api.config import LLMConfig
 from paceline.api.split import Split
 from paceline.core.errors import ConfigError
-from paceline.engine.base import Place
+from paceline.engine.base import WorkerPlace
 from paceline.model.devices import share_devices
 from paceline.runtime.stage_worker import place, stage_spec
 
@@ -63,12 +63,12 @@ def test_a_drafter_has_a_device_of_its_own_where_there_is_one(gpus: Any) -> None
     alone = LLMConfig(model=MODEL, device="cuda")
     for count, beside_one, beside_four in ((1, 0, 0), (2, 1, 0), (4, 1, 0), (5, 1, 4), (8, 1, 4)):
         gpus(count)
-        assert draft_device(alone, Place()) == f"cuda:{beside_one}"
-        assert draft_device(split(), Place()) == f"cuda:{beside_four}"
-    assert draft_device(split(), Place(device="cuda:7")) == "cuda:7"
-    assert draft_device(replace(alone, device="cuda:3"), Place()) == "cuda:3"
-    assert draft_device(replace(alone, device="cpu"), Place()) == "cpu"
-    assert draft_device(replace(alone, device="cpu"), Place(device="cuda:2")) == "cuda:2"
+        assert draft_device(alone, WorkerPlace()) == f"cuda:{beside_one}"
+        assert draft_device(split(), WorkerPlace()) == f"cuda:{beside_four}"
+    assert draft_device(split(), WorkerPlace(device="cuda:7")) == "cuda:7"
+    assert draft_device(replace(alone, device="cuda:3"), WorkerPlace()) == "cuda:3"
+    assert draft_device(replace(alone, device="cpu"), WorkerPlace()) == "cpu"
+    assert draft_device(replace(alone, device="cpu"), WorkerPlace(device="cuda:2")) == "cuda:2"
 
 
 @pytest.mark.parametrize(

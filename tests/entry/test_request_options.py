@@ -21,7 +21,7 @@ def test_options_of_a_request_reach_the_engine():
 
     async def play() -> None:
         async with AsyncLLM("paceline-small", **OPTIONS) as engine:
-            chunks = await ask(engine, said=[whole[:9]])
+            chunks = await ask(engine, resume_tokens=[whole[:9]])
             assert [token for chunk in chunks for token in chunk.token_ids] == whole[9:]
             for wish in (Speculation(prediction=whole), Speculation(enabled=False)):
                 last = (await ask(engine, speculation=wish))[-1].output

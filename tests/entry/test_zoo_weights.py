@@ -92,7 +92,7 @@ def test_where_the_zoo_has_none_the_error_says_what_fits(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(DRAFT, drafter=text)
     error = caught.value
-    assert error.asked == f"drafter='lyanna' for {DRAFT}" and "the zoo has none" in error.wrong
+    assert error.subject == f"drafter='lyanna' for {DRAFT}" and "the zoo has none" in error.wrong
     assert (
         error.remedy.endswith(": streams, ngram, suffix, prediction, grammar, magicdec")
         and "lyanna:FOLDER" in error.remedy

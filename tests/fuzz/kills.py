@@ -95,7 +95,7 @@ class Killed:
         self.hits: list[float] = []  # .. and when some of them were in flight
 
     def _note(self, ticked: Any) -> None:
-        if ticked.said:
+        if ticked.count:
             self.said.append(monotonic())
         if ticked.hits:
             self.hits.append(monotonic())

@@ -162,7 +162,7 @@ class TimelessBudget(AutoBudget):
     def observe(self, step: StepRecord) -> None:
         """The step, with other times."""
         draft_ms = self.times.uniform(0.1, 1) if any(step.budgets) else 0.0
-        super().observe(replace(step, draft_ms=draft_ms, ask_ms=draft_ms, rest_ms=self.times.uniform(4, 8)))
+        super().observe(replace(step, draft_ms=draft_ms, propose_ms=draft_ms, rest_ms=self.times.uniform(4, 8)))
 
 
 def _set_budget(engine: Engine, case: Case) -> None:

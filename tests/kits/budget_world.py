@@ -222,7 +222,7 @@ def run(budget: Any, world: World, batch: int, steps: int) -> Ran:
                     accepted=accepted,
                     pure=True,
                     draft_ms=draft_ms,
-                    ask_ms=draft_ms,
+                    propose_ms=draft_ms,
                     rest_ms=seen_ms,
                 )
             )

@@ -97,6 +97,6 @@ def start(model: Any, **options: Any) -> ConfigError | None:
     try:
         LLM(model, **OPTIONS | options)
     except ConfigError as error:
-        assert error.asked and error.wrong and error.remedy and len(str(error)) < 3000
+        assert error.subject and error.wrong and error.remedy and len(str(error)) < 3000
         return error
     return None

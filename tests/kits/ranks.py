@@ -17,7 +17,7 @@ from kits.tiny import tiny_config, tiny_weights
 from paceline.model.attention import make_backend
 from paceline.model.decoder import Decoder
 from paceline.model.families import DecoderConfig
-from paceline.model.joins import Joins, RankMemory
+from paceline.model.joins import Collectives, RankMemory
 from paceline.model.parallel import ROWWISE, Ranks, Share, weight_of
 from paceline.runtime.handshake import Facts
 from paceline.runtime.rank_service import KINDS, RankService
@@ -88,7 +88,7 @@ def service(
     torch.set_num_threads(1)
     config, own = tiny_config(**shape), (layers[0], layers[1])
     share = share_of(config, own, rank, count, by_outputs)
-    ranks = Ranks(share, Joins.opened(memory, rank, count))
+    ranks = Ranks(share, Collectives.opened(memory, rank, count))
     decoder = made(ranks, config, own, **how, exact=by_outputs)
     return RankService(decoder, decoder.cache_shape, decoder.dtype, Facts(weights="tiny"))
 

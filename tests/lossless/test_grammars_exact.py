@@ -64,7 +64,7 @@ def test_preemption_and_what_was_said_change_no_token(plain: LLM) -> None:
     said = expected[0][:7]
     engine = plain.engine
     prompt = plain.tokenizer.encode(PROMPTS[0])
-    engine.submit(prompt, params, request_id="again", said=[said])
+    engine.submit(prompt, params, request_id="again", resume_tokens=[said])
     live = engine.live["again"]
     while not live.finished:
         engine.step()

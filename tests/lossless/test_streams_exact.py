@@ -219,7 +219,7 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(layers: int, monke
         assert p.tree is not None
         lists = p.tree
         done = prune(p, *given)
-        cuts.append(([*p.works[0].sequence.tokens], lists.tokens[0], lists.parents[0], p.kept.get(0, [])))
+        cuts.append(([*p.works[0].sequence.tokens], lists.tokens[0], lists.parents[0], p.remaining.get(0, [])))
         return done
 
     monkeypatch.setattr(round, "prune", watched)

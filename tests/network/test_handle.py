@@ -41,7 +41,7 @@ def borrowing(lender: Decoder, normed: bool = False, **changes: Any) -> Decoder:
     backend = make_backend(kind, exact=lender.exact)
     given: dict[str, Any] = {"dtype": kind, "native": lender.stack is not None, "quant": lender.quant}
     given["exact"] = lender.exact
-    made = Decoder(shape, backend, lender=lender.handle(), normed=normed, **given)
+    made = Decoder(shape, backend, ends_of=lender.handle(), normed=normed, **given)
     own = tiny_weights(Decoder(shape, backend, **given))
     for name, parameter in made.named_parameters():
         parameter.data.copy_(own[name].data)
@@ -89,4 +89,4 @@ def test_layers_of_another_shape_are_refused():
         borrowing(decoder, vocab_size=95)
     backend = make_backend(torch.float32)
     with pytest.raises(CapabilityError, match="native=False"):
-        Decoder(tiny_config(), backend, dtype=torch.float32, native=True, lender=decoder.handle())
+        Decoder(tiny_config(), backend, dtype=torch.float32, native=True, ends_of=decoder.handle())

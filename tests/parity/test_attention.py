@@ -191,7 +191,7 @@ def test_exact_gathers_of_many_rows_are_cut_to_bound_memory(monkeypatch: pytest.
     whole = made.run(SdpaAttention(torch.float32, exact=True), query, None)
     monkeypatch.setattr("paceline.model.attention.sdpa.MAX_GATHERED_KEYS", 3 * 2 * BUCKET)
     backend = SdpaAttention(torch.float32, exact=True)
-    calls = backend.plan(made.segments, torch.tensor(made.places), frozenset({None})).made[None]
+    calls = backend.plan(made.segments, torch.tensor(made.places), frozenset({None})).prepared[None]
     assert max(call.rows.stop - call.rows.start for call in calls) == 3
     assert torch.equal(made.run(backend, query, None), whole)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.planner import models
 
 from paceline.core.errors import ConfigError
+from paceline.plan import models
 from paceline.weights import zoo
 
 BILLIONS = {  # parameters that the publishers state: all, embeddings included

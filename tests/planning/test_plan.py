@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.planner import acceptance, machines, models, plan, throughput
-from kit.planner.acceptance import Acceptance
-from kit.planner.plan import PlanRequest, RankedDrafter
-from kit.planner.tables import table
-from kit.planner.throughput import ServedModel
-from kit.planner.view import reason
-from plan import given_acceptance
 
+from paceline.cli.plan import given_acceptance
+from paceline.cli.plan_view import reason
+from paceline.core.tables import read_table
+from paceline.plan import acceptance, machines, models, plan, throughput
+from paceline.plan.acceptance import Acceptance
+from paceline.plan.plan import PlanRequest, RankedDrafter
+from paceline.plan.throughput import ServedModel
 from paceline.weights import zoo
 
-PAIRS = table("acceptance")["pair"]
+PAIRS = read_table("plan/acceptance.toml")["pair"]
 
 
 def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> PlanRequest:

@@ -28,7 +28,7 @@ LINK = re.compile(r"\]\(([^()\s]*)\)")
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.(?:py|cpp|toml|md|json|jsonl|svg|txt)|(?:[\w.-]+/)+[\w.-]*")
 NAMES = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py)`: ((?:`[\w.]+`(?:, )?)+)")
 FROM_ROOT = re.compile(r"(?:src|tests|docs|studies|tools|examples|zoo)/")
-MADE = re.compile(r"build/|figure_1|table_1|studies/lookup|.*[A-Z]{3,}\b.*\.toml")  # by a reader, or a placeholder
+MADE = re.compile(r"build/|figure_1|table_1|.*[A-Z]{3,}\b.*\.toml")  # by a reader, or a placeholder
 
 
 def prose(text: str) -> str:
@@ -117,7 +117,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 def test_what_is_missing_is_seen(tmp_path: Path) -> None:
     block = "```sh\npaceline bench step --rows 1 \\\n  --gone 2   # --comment\npaceline lost\n```\n"
-    text = f"{block}`paceline models get X`\n"
+    text = f"{block}`paceline plan --target X`\n"
     assert [wrong(words) for words in commands(text)] == [["--gone"], ["lost"], []]
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n## A page\n\n## What `it` costs: 3.1, 2\n\n```\n# no heading\n```\n", encoding="utf-8")

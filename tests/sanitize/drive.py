@@ -292,7 +292,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
     """Lyanna's drafts and EAGLE's trees over a layer that borrows the decoder's ends, up to the cache's end."""
     d, vocab, dtype = decoder.config.d_model, decoder.config.vocab_size, decoder.dtype
     shape = replace(decoder.config, num_layers=1, windows=(None,), ropes=(), first_norm=draw.random() < 0.5)
-    body = Decoder(shape, decoder.attention, dtype=dtype, native=True, lender=decoder.handle(), normed=True)
+    body = Decoder(shape, decoder.attention, dtype=dtype, native=True, ends_of=decoder.handle(), normed=True)
     tiny_weights(body)
     stack: Any = body.finish().stack
     rank = draw.choice(RANKS)
@@ -322,7 +322,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
         raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), cache)
         assert not raw.isnan().any()
         for sprout, trees in zip(sprouts, found, strict=True):
-            assert [tree is not None for tree in trees] == [sprout.steps > 0, sprout.left is not None]
+            assert [tree is not None for tree in trees] == [sprout.steps > 0, sprout.leftover is not None]
             for tree in filter(None, trees):
                 assert all(0 <= token < vocab for token in tree.tokens)
                 assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))

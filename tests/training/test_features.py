@@ -53,7 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_online_gives_the_likeliest_tokens() -> None:
     target, batch = network(frozen=True), collate([examples(2), examples(1, seed=4)], 96, 0.5)
     hidden = target(batch)[batch.weights > 0]
-    found = OnlineFeatures(target, 5).said(batch)
+    found = OnlineFeatures(target, 5).targets(batch)
     p, ids = target.logits(hidden).double().softmax(-1).topk(5)
     assert torch.equal(found.ids, ids)
     wanted = torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log()

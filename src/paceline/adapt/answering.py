@@ -40,8 +40,8 @@ def answerer(llm: LLM, room: int, temperature: float, most: int | None = None) -
     def answer(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
         rooms = [max(1, min(room - len(ids), most or room)) for ids in prompts]
         params = [
-            SamplingParams(max_tokens=left, temperature=temperature, seed=own if temperature else None)
-            for left, own in zip(rooms, seeds, strict=True)
+            SamplingParams(max_tokens=room_left, temperature=temperature, seed=prompt_seed if temperature else None)
+            for room_left, prompt_seed in zip(rooms, seeds, strict=True)
         ]
         outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -57,7 +57,7 @@ def answer_file(
     most: int,
     mark: str,
     going: Callable[[], bool],
-    told: Callable[[int], None],
+    report: Callable[[int], None],
     batch: int = 64,
 ) -> int:
     """Answer the prompts of a file while there is time; existing answers are kept.
@@ -66,7 +66,7 @@ def answer_file(
         most: tokens of an answer.
         mark: fingerprint of the model.
         going: whether to generate more.
-        told: called with the tokens of each batch.
+        report: called with the tokens of each batch.
         batch: prompts answered together.
 
     Returns:
@@ -74,12 +74,12 @@ def answer_file(
     """
     encoder, ask = Encoder(llm.tokenizer, config.piece), answerer(llm, config.piece, config.temperature, most)
 
-    def answer(given: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sequence[Sequence[int]]:
+    def answer(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sequence[Sequence[int]]:
         if not going():
             raise TimeUp
-        found = ask(given, seeds)
-        told(sum(map(len, found)))
-        return found
+        answers = ask(prompts, seeds)
+        report(sum(map(len, answers)))
+        return answers
 
     source = SourceSpec(file=str(prompts))
     try:
@@ -90,14 +90,14 @@ def answer_file(
 
 def tokens_in(file: Path) -> tuple[int, int]:
     """Return the tokens of the answers of a file, and of prompts and answers together."""
-    said = both = 0
+    answered = both = 0
     if file.is_file():
         with file.open(encoding="utf-8") as lines:  # not splitlines: JSON strings may hold U+2028
             for line in lines:
                 record = json.loads(line)
-                said += len(record["completion_tokens"])
+                answered += len(record["completion_tokens"])
                 both += len(record["prompt_tokens"]) + len(record["completion_tokens"])
-    return said, both
+    return answered, both
 
 
 # -- prompts that the model draws
@@ -112,19 +112,19 @@ def draw_prompts(llm: LLM, out: Path, count: int, seed: int, going: Callable[[],
     if out.is_file():
         return sum(1 for _ in out.open(encoding="utf-8"))
     begin, ends, whole = _opening(llm)
-    found: dict[tuple[int, ...], None] = {}
+    prompts: dict[tuple[int, ...], None] = {}
     drawn = 0
     how: dict[str, Any] = {"max_tokens": DRAWN_TOKENS, "temperature": 0.9, "top_p": 0.9, "stop_token_ids": ends}
-    while len(found) < count and drawn < 3 * count and going():
+    while len(prompts) < count and drawn < 3 * count and going():
         params = [SamplingParams(seed=seed + drawn + i, **how) for i in range(min(batch, count))]
         drawn += len(params)
         for output in llm.generate([{"prompt_token_ids": begin}] * len(params), params):
             ids = whole([i for i in output.outputs[0].token_ids if i not in ends])
             if len(output.outputs[0].token_ids) > DRAWN_LEAST:
-                found.setdefault(tuple(ids))
-    if found:
-        write_prompts(out, list(found)[:count], llm.tokenizer)
-    return min(len(found), count)
+                prompts.setdefault(tuple(ids))
+    if prompts:
+        write_prompts(out, list(prompts)[:count], llm.tokenizer)
+    return min(len(prompts), count)
 
 
 def _opening(llm: LLM) -> tuple[list[int], list[int], Callable[[list[int]], list[int]]]:

@@ -26,7 +26,7 @@ def leave(
     folder: Path,
     mark: str,
     trained: Mapping[str, Any],
-    found: Verdict,
+    verdict: Verdict,
 ) -> None:
     """Copy the drafter to its place, and write card, page and settings; the last of them makes it usable.
 
@@ -34,7 +34,7 @@ def leave(
         folder: of the run.
         mark: fingerprint of the model.
         trained: what training gave.
-        found: what it is worth.
+        verdict: what it is worth.
     """
     weights = folder / adapted.WEIGHTS
     name = Path(config.model).name
@@ -46,37 +46,37 @@ def leave(
         card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
         card |= {"parameters": sum(one.numel for one in headers), "target": name, "read_by": config.kind}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        told = page(config.kind, trained, found)
-        made = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."
-        (fresh / "README.md").write_text(f"# A drafter for {name}\n\n{made}\n\n{told}", encoding="utf-8")
+        text_of_page = page(config.kind, trained, verdict)
+        origin = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."
+        (fresh / "README.md").write_text(f"# A drafter for {name}\n\n{origin}\n\n{text_of_page}", encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
-        text = {PLAIN: "none"}.get(found.chosen) or drafters(config, adapted.HERE)[found.chosen]
+        text = {PLAIN: "none"}.get(verdict.chosen) or drafters(config, adapted.HERE)[verdict.chosen]
         settings = {"drafter": text, "target": name, "fingerprint": mark, "dtype": config.dtype}
-        adapted.write(folder, {**settings, "kind": config.kind, "verdict": found.words})
+        adapted.write(folder, {**settings, "kind": config.kind, "verdict": verdict.words})
     if (folder / REPORT / JSON_NAME).is_file():
-        write_report(load_report(folder / REPORT), folder / REPORT, told)
+        write_report(load_report(folder / REPORT), folder / REPORT, text_of_page)
     adapted.remember(folder, mark)
 
 
-def page(kind: str, trained: Mapping[str, Any], found: Verdict) -> str:
+def page(kind: str, trained: Mapping[str, Any], verdict: Verdict) -> str:
     """Return the card for a reader: verdict, data, tokens, checks, figures."""
     checks = "\n".join(f"| {tokens:,.0f} | {value:.2f} |" for tokens, value in trained["checks"])
     figures = "\n".join(
-        f"| {method} | {value:.2f} [{low:.2f}, {high:.2f}] | {found.tokens_per_pass.get(method, 1.0):.2f} | "
-        + ", ".join(f"{kind} {own:.2f}" for kind, own in found.by_kind.get(method, {}).items())
+        f"| {method} | {value:.2f} [{low:.2f}, {high:.2f}] | {verdict.tokens_per_pass.get(method, 1.0):.2f} | "
+        + ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in verdict.by_kind.get(method, {}).items())
         + " |"
-        for method, (value, low, high) in found.times_plain.items()
+        for method, (value, low, high) in verdict.times_plain.items()
     )
     early = " It ended early: more would have brought under 1%." if trained["early"] else ""
-    measured = f"""On prompts that were put aside, over plain decoding, 95% intervals; ids equal in {found.equal} of
-{found.sequences} sequences:
+    measured = f"""On prompts that were put aside, over plain decoding, 95% intervals; ids equal in {verdict.equal} of
+{verdict.sequences} sequences:
 
 | method | over plain | tokens a pass | by kind of prompt |
 |:--|--:|--:|:--|
 {figures}
 """
-    return f"""**{found.words[:1].upper()}{found.words[1:]}.**
+    return f"""**{verdict.words[:1].upper()}{verdict.words[1:]}.**
 
 Kind: {kind}. Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
 given prompts and to prompts that it drew itself.{early} Held-out prompts:

@@ -85,10 +85,10 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     try:
-        known = write(place / "learned.jsonl", learned) | write(place / "held.jsonl", held)
-        number, was, now, result = train(folder, task, place, len(learned), known)
+        scored = write(place / "learned.jsonl", learned) | write(place / "held.jsonl", held)
+        number, was, now, result = train(folder, task, place, len(learned), scored)
         better = now == now and 1 + now >= BETTER * (1 + was)
-        say(requests=len(learned), known=len(known), was=was, now=now, offered=better)
+        say(requests=len(learned), known=len(scored), was=was, now=now, offered=better)
         if better:
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
@@ -97,9 +97,9 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
 
 
 def train(
-    folder: Path, task: dict[str, Any], place: Path, requests: int, known: Mapping[bytes, np.ndarray]
+    folder: Path, task: dict[str, Any], place: Path, requests: int, scored: Mapping[bytes, np.ndarray]
 ) -> tuple[int, float, float, Path]:
-    """Train on what is to be learned; ``known`` is of `write`.
+    """Train on what is to be learned; ``scored`` is of `write`.
 
     Returns:
         The new drafter's number; accepted tokens of a draft, on what was put aside, of the one that serves and of the
@@ -122,7 +122,7 @@ def train(
     steps = max(8, round(STEPS_A_REQUEST * requests))
     falling = {"schedule": "linear", "final_ratio": 0.1, "learning_rate": task["rate"]}
     config = config_of(plan, steps, evaluate_every=0, **falling)
-    job = replace(job_of(plan, place / "training", config, init=weights), known=known)
+    job = replace(job_of(plan, place / "training", config, init=weights), scored=scored)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()
@@ -142,8 +142,8 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
     shutil.copytree(result, fresh)
     fresh.replace(place / str(number))
     files.write(folder / files.OFFER, {"number": number, **check})
-    known = sorted(int(p.name) for p in place.iterdir() if p.name.isdigit())
-    for old in known[:-KEPT]:
+    numbers = sorted(int(p.name) for p in place.iterdir() if p.name.isdigit())
+    for old in numbers[:-KEPT]:
         shutil.rmtree(place / str(old), ignore_errors=True)
 
 
@@ -153,17 +153,17 @@ def write(file: Path, served: Sequence[ServedRequest]) -> dict[bytes, np.ndarray
     Returns:
         Those states, as `remembered_scores` takes them: a document's last token needs none.
     """
-    lines, known = [], {}
+    lines, scored = list[str](), dict[bytes, np.ndarray]()
     for one in served:
         prompt, ids = len(one.prompt), [*one.prompt, *one.answer]
         if one.states is not None:
             own = ids[one.skipped : one.skipped + len(one.states) + 1]
             if one.skipped < prompt < one.skipped + len(own) - 1:  # else there is nothing to be learned from
                 prompt, ids = prompt - one.skipped, own
-                known[np.array(ids[:-1], dtype=np.int32).tobytes()] = one.states[: len(ids) - 1]
+                scored[np.array(ids[:-1], dtype=np.int32).tobytes()] = one.states[: len(ids) - 1]
         lines.append(json.dumps({"prompt_tokens": ids[:prompt], "completion_tokens": ids[prompt:]}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return known
+    return scored
 
 
 def say(**facts: Any) -> None:

@@ -59,7 +59,7 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
         if file is None:
             raise
         remedy = 'give JSON lines, each {"prompt": "..."} or {"turns": ["...", ..]}'
-        raise ConfigError(f"--prompts {file}", f"{error.asked}: {error.wrong}", remedy) from error
+        raise ConfigError(f"--prompts {file}", f"{error.subject}: {error.wrong}", remedy) from error
     judged = JUDGED_OF_MIX
     if file is not None:
         if len(loaded[0].prompts) < LEAST:
@@ -73,12 +73,12 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
 def _split(name: str, whole: Workload, tokenizer: Any, size: dict[str, int], judged: int, seed: int) -> Questions:
     aside = {prompt.id for prompt in load(name, limit=judged, seed=seed).prompts}
     encoded = Encoded(whole, tokenizer, **size).prompts
-    ids = {prompt.id: found.ids for prompt, found in zip(whole.prompts, encoded, strict=True)}
+    ids = {prompt.id: tokenized.ids for prompt, tokenized in zip(whole.prompts, encoded, strict=True)}
     return Questions(
         workload=name,
         name=whole.name,
-        learned=[own for key, own in ids.items() if key not in aside],
-        judged=[own for key, own in ids.items() if key in aside],
+        learned=[token_ids for key, token_ids in ids.items() if key not in aside],
+        judged=[token_ids for key, token_ids in ids.items() if key in aside],
     )
 
 

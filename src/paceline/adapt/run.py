@@ -1,4 +1,4 @@
-"""`paceline adapt` from beginning to end: survey, answers, training, verdict, and what is left for use.
+"""`paceline adapt` from beginning to end: survey, answers, training, verdict, and the result.
 
 OUT/adapted.json      how it is drafted with: `draft.adapted` reads it
 OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that describes it
@@ -98,7 +98,7 @@ class Adaptation:
     def reserve_s(self) -> float:
         """Return the seconds that are kept for the verdict."""
         whole = 3600 * self.config.hours
-        prompts = min(JUDGED, sum(len(question.judged) for question in self.asked))
+        prompts = min(JUDGED, sum(len(question.judged) for question in self.questions))
         wished = min(self.judging_s(prompts), JUDGED_SHARE * whole)
         return max(self.judging_s(), wished, min(JUDGING_MOST_S, JUDGING * whole))
 
@@ -107,38 +107,38 @@ class Adaptation:
 
         There are at least as many prompts as a judgement needs.
         """
-        prompts = max(prompts, verdict.LEAST_PAIRS * len(self.asked))
+        prompts = max(prompts, verdict.LEAST_PAIRS * len(self.questions))
         (_, one_ms), *_, (rows, wide_ms) = self.work.done("costs")["chain"]
-        read_ms = fmean(len(ids) for question in self.asked for ids in question.judged) * wide_ms / rows
+        read_ms = fmean(len(ids) for question in self.questions for ids in question.judged) * wide_ms / rows
         return JUDGING_LEAST_S + prompts * verdict.METHODS * (self.answer * one_ms + read_ms) / 1000
 
     @property
     def llm(self) -> LLM:
         """Return the model, loaded when it is first needed."""
         if self._llm is None:
-            own: dict[str, Any] = {"dtype": self.config.dtype, "threads": self.config.threads}
-            self._llm = LLM(self.config.model, max_model_len=self.room + 8, **own)
+            options: dict[str, Any] = {"dtype": self.config.dtype, "threads": self.config.threads}
+            self._llm = LLM(self.config.model, max_model_len=self.room + 8, **options)
         return self._llm
 
     def show(self, what: str, text: str = "") -> None:
         """Show the progress."""
         self.work.tick()
-        left = max(0.0, self.work.left_s)
-        self._show(f"{what}{': ' if text else ''}{text}, {_time(left)} left")
+        rest_s = max(0.0, self.work.left_s)
+        self._show(f"{what}{': ' if text else ''}{text}, {_time(rest_s)} left")
 
     # -- survey
 
     @cached_property
-    def asked(self) -> list[Questions]:
+    def questions(self) -> list[Questions]:
         """Return the prompts."""
         return collect(self.config.prompts, self.tokenizer, self.room, self.answer, self.config.seed)
 
     def survey(self) -> None:
         """Measure passes and the speed of answers, also where that takes longer than there is time."""
-        given = [ids for question in self.asked for ids in question.learned]  # errors of the prompts come first
+        learned = [ids for question in self.questions for ids in question.learned]  # errors of the prompts come first
         self.show("timing passes")
         self.work.once("costs", lambda: {"chain": measure(self.llm.decoder, **TIMED).chain})
-        files = {GIVEN: given, **{f"{HELD}{question.name}": question.judged for question in self.asked}}
+        files = {GIVEN: learned, **{f"{HELD}{question.name}": question.judged for question in self.questions}}
         for name, prompts in files.items():
             if not (file := self._file("prompts", f"{name}.jsonl")).is_file():
                 write_prompts(file, prompts, self.tokenizer)
@@ -154,14 +154,14 @@ class Adaptation:
         """Answer a few prompts; how fast that goes, all at once."""
         spent, tokens, began = 0.0, 0, monotonic()
 
-        def told(count: int) -> None:
+        def report(count: int) -> None:
             nonlocal tokens, spent
             tokens, spent = tokens + count, monotonic() - began
             self.show("answering", f"{tokens:,} tokens")
 
-        self._answer(GIVEN, 0, lambda: not tokens, told, batch=SAMPLE)
-        said, both = answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))
-        return {"speed": tokens / spent if tokens else 1.0, "prompt_share": both / max(1, said)}
+        self._answer(GIVEN, 0, lambda: not tokens, report, batch=SAMPLE)
+        answered, both = answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))
+        return {"speed": tokens / spent if tokens else 1.0, "prompt_share": both / max(1, answered)}
 
     @property
     def speed(self) -> float:
@@ -178,10 +178,10 @@ class Adaptation:
         tokens = int(ANSWERING * (self.work.left_s - self.reserve_s - fixed) * self.speed)
         if tokens < LEAST_ANSWERS:
             learning = fixed + LEAST_ANSWERS / ANSWERING / self.speed
-            wanted = MARGIN * max(spent + learning + self.judging_s(), (spent + learning) / (1 - JUDGED_SHARE))
+            needed_s = MARGIN * max(spent + learning + self.judging_s(), (spent + learning) / (1 - JUDGED_SHARE))
             parts = f"survey {_time(spent)}, learning {_time(learning)}, verdict {_time(self.judging_s())}"
-            asked, wrong = f"--hours {self.config.hours:g}", f"a drafter takes longer than that ({parts})"
-            raise ConfigError(asked, wrong, f"give --hours {math.ceil(wanted / 36) / 100:g} or more")
+            subject, wrong = f"--hours {self.config.hours:g}", f"a drafter takes longer than that ({parts})"
+            raise ConfigError(subject, wrong, f"give --hours {math.ceil(needed_s / 36) / 100:g} or more")
         return min(tokens, MOST_ANSWERS)
 
     @property
@@ -192,49 +192,49 @@ class Adaptation:
     @property
     def held(self) -> int:
         """Return the tokens of the answers to held-out prompts."""
-        return self.answer * sum(len(question.judged) for question in self.asked)
+        return self.answer * sum(len(question.judged) for question in self.questions)
 
     # -- answers
 
-    def answers(self, wanted: int) -> dict[str, int]:
-        """Generate them until there are as many as ``wanted``, or their time is over."""
-        have, until = 0, monotonic() + 1.15 * wanted / self.speed
+    def answers(self, target_tokens: int) -> dict[str, int]:
+        """Generate them until there are as many as ``target_tokens``, or their time is over."""
+        have, until = 0, monotonic() + 1.15 * target_tokens / self.speed
 
-        def told(count: int) -> None:
+        def report(count: int) -> None:
             nonlocal have
             have += count
-            self.show("answering", f"{have:,} of {wanted:,} tokens")
+            self.show("answering", f"{have:,} of {target_tokens:,} tokens")
 
         def going(most: float) -> bool:
             return have < most and monotonic() < until and self.work.left_s > self.reserve_s
 
-        batch = max(8, min(64, wanted // self.answer))
+        batch = max(8, min(64, target_tokens // self.answer))
         answered = [file for file in (self.work.folder / "answers").glob("*.jsonl") if not file.name.startswith(HELD)]
         have = sum(answering.tokens_in(file)[0] for file in answered)
-        for question in self.asked:
+        for question in self.questions:
             self._answer(f"{HELD}{question.name}", 0, lambda: True, lambda count: None)
-        self._answer(GIVEN, 0, lambda: going(wanted), told, batch)
+        self._answer(GIVEN, 0, lambda: going(target_tokens), report, batch)
         once = max(1, answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))[0])
-        rounds = min(ROUNDS, max(1, int((1 - OWN) * wanted / once)))
-        own = max(0.0, wanted - rounds * once)
+        rounds = min(ROUNDS, max(1, int((1 - OWN) * target_tokens / once)))
+        drawn_tokens = max(0.0, target_tokens - rounds * once)
         self.show("drawing prompts")
-        count, file = int(own / self.answer / 2) + 1, self._file("prompts", f"{DRAWN}.jsonl")
+        count, file = int(drawn_tokens / self.answer / 2) + 1, self._file("prompts", f"{DRAWN}.jsonl")
         with writing(f"--out {self.work.folder}", FULL):
-            answering.draw_prompts(self.llm, file, count, self.config.seed, lambda: going(wanted))
+            answering.draw_prompts(self.llm, file, count, self.config.seed, lambda: going(target_tokens))
         for heat in (0, 1, 2):  # greedy, and drawn twice
-            self._answer(DRAWN, heat, lambda: going(wanted - (rounds - 1) * once), told, batch)
+            self._answer(DRAWN, heat, lambda: going(target_tokens - (rounds - 1) * once), report, batch)
         for heat in range(1, rounds):
-            self._answer(GIVEN, heat, lambda: going(wanted), told, batch)
+            self._answer(GIVEN, heat, lambda: going(target_tokens), report, batch)
         return {"tokens": have}
 
     def _answer(
-        self, name: str, heat: int, going: Callable[[], bool], told: Callable[[int], None], batch: int = 64
+        self, name: str, heat: int, going: Callable[[], bool], report: Callable[[int], None], batch: int = 64
     ) -> None:
         prompts, out = self._file("prompts", f"{name}.jsonl"), self._file("answers", f"{name}-{heat}.jsonl")
         if prompts.is_file():
             heated, seed = HEAT if heat else 0.0, self.config.seed + heat
             config = AnswerConfig(piece=self.room, temperature=heated, seed=seed)
-            answering.answer_file(self.llm, prompts, out, config, self.answer, self.mark, going, told, batch)
+            answering.answer_file(self.llm, prompts, out, config, self.answer, self.mark, going, report, batch)
 
     @cached_property
     def mark(self) -> str:
@@ -249,12 +249,12 @@ class Adaptation:
         users = self.config.prompts is not None
         sources, held = [], []
         for file in sorted(folder.glob("*.jsonl")):
-            said, _ = answering.tokens_in(file)
+            answered, _ = answering.tokens_in(file)
             if file.name.startswith(HELD):
                 name = file.stem.removeprefix(HELD).rpartition("-")[0]
                 held.append(SourceSpec(file=str(file), domain=name, answer_tokens=self.answer))
-            elif said:
-                weight = said * (2.0 if users and not file.name.startswith(DRAWN) else 1.0)
+            elif answered:
+                weight = answered * (2.0 if users and not file.name.startswith(DRAWN) else 1.0)
                 sources.append(SourceSpec(file=str(file), weight=weight, answer_tokens=self.answer))
         return TrainingPlan(
             kind=self.config.kind,
@@ -278,15 +278,15 @@ class Adaptation:
         def tell(part: str, figures: Mapping[str, float]) -> None:
             self.show(part, f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}")
 
-        def said(text: str) -> None:
+        def log(text: str) -> None:
             if text.startswith("cache"):
                 self.show("learning from the model's states", text)
 
-        def left() -> float:  # until the last step may begin
+        def remaining_s() -> float:  # until the last step may begin
             return self.work.left_s - self.reserve_s - self.checking_s
 
-        checks = max(1, int(CHECKING * left() / max(self.checking_s, 1e-3)))
-        return train(plan, self.work.folder / "training", steps, checks, left, tell, said, self.work.once)
+        checks = max(1, int(CHECKING * remaining_s() / max(self.checking_s, 1e-3)))
+        return train(plan, self.work.folder / "training", steps, checks, remaining_s, tell, log, self.work.once)
 
     # -- verdict
 
@@ -299,8 +299,8 @@ class Adaptation:
         config = BenchConfig(
             model=self.config.model,
             methods=tuple(with_plain(parse_methods(methods, self.config.dtype))),
-            workloads=tuple(question.workload for question in self.asked),
-            prompts=max(len(question.judged) for question in self.asked),
+            workloads=tuple(question.workload for question in self.questions),
+            prompts=max(len(question.judged) for question in self.questions),
             repeats=1,
             seed=self.config.seed,
             threads=self.config.threads,
@@ -341,13 +341,13 @@ def adapt(config: AdaptConfig, say: Say, show: Say, command: str = "adapt") -> O
         try:
             run = Adaptation(config, work, show, command)
             run.survey()
-            wanted = work.once("choice", run.answer_tokens)
-            say(f"{config.kind}: {wanted:,} tokens of answers, done in {_time(work.left_s)}")
-            work.once("answers", lambda: run.answers(wanted))
+            tokens = work.once("choice", run.answer_tokens)
+            say(f"{config.kind}: {tokens:,} tokens of answers, done in {_time(work.left_s)}")
+            work.once("answers", lambda: run.answers(tokens))
             trained = work.once("training", run.train)
-            found = verdict.Verdict(**work.once("verdict", lambda: asdict(run.judge(trained["result"]))))
-            leave(config, work.folder, run.mark, trained, found)
-            return Outcome(folder=work.folder, verdict=found, words=found.words, spent_s=work.spent_s)
+            judgement = verdict.Verdict(**work.once("verdict", lambda: asdict(run.judge(trained["result"]))))
+            leave(config, work.folder, run.mark, trained, judgement)
+            return Outcome(folder=work.folder, verdict=judgement, words=judgement.words, spent_s=work.spent_s)
         except StorageError as error:
             raise StorageError(f"--out {config.folder}", error.wrong, FULL) from error
 

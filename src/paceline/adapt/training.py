@@ -1,7 +1,7 @@
 """A drafter trained within a time: at one rate as long as it pays, then while the rate falls to nearly nothing.
 
 How long a run can be is not known before it ends, and a rate that falls with the steps would have to know. So the first
-part has a constant rate and ends where its time is over, or where what is left of it would bring next to nothing; the
+part has a constant rate and ends where its time is over, or where the rest of it would bring next to nothing; the
 second part continues from its result, over as many steps as there is time for (a warm-up, a plateau and a fall, as in
 Hu et al. 2024, MiniCPM). Both are ordinary runs of `train.job`.
 """
@@ -94,7 +94,7 @@ def trainable(
         job = job_of(plan, out, config)
         return plan, job, prepare(job, (), say)
     except CapabilityError as error:
-        if not error.asked.startswith("start="):
+        if not error.subject.startswith("start="):
             raise
         plan = replace(plan, options={**plan.options, "start": "random"})
         config = replace(config, learning_rate=rate_of({"start": "random"}, plan.shape))
@@ -114,8 +114,8 @@ class TrainingPace:
         tell: called with the figures of each step.
     """
 
-    def __init__(self, left: Callable[[], float], tokens: float, tell: Callable[[Mapping[str, float]], object]) -> None:
-        self.left, self.tokens, self.tell = left, tokens, tell
+    def __init__(self, rest: Callable[[], float], tokens: float, tell: Callable[[Mapping[str, float]], object]) -> None:
+        self.left, self.tokens, self.tell = rest, tokens, tell
         self.checks: list[tuple[float, float]] = []
         self.trainer: Trainer | None = None
         self.early = False  # whether it ended since little was left to gain
@@ -161,8 +161,8 @@ def further_gain(checks: Sequence[tuple[float, float]], tokens: float) -> float:
 
 def accepted_of(figures: Mapping[str, float]) -> float | None:
     """Mean accepted tokens of a draft over the held-out domains; None: none was measured."""
-    own = [value for name, value in figures.items() if name.startswith("accepted/")]
-    return fmean(own) if own else None
+    lengths = [value for name, value in figures.items() if name.startswith("accepted/")]
+    return fmean(lengths) if lengths else None
 
 
 def _logged(run: Path) -> list[dict[str, Any]]:
@@ -173,12 +173,12 @@ def _logged(run: Path) -> list[dict[str, Any]]:
 
 def accepted_in(run: Path) -> list[tuple[float, float]]:
     """Return the checks in the log of a run's folder: tokens seen, accepted tokens of a draft."""
-    found, tokens = [], 0.0
+    curve, tokens = [], 0.0
     for figures in _logged(run):
         tokens = figures.get("tokens", tokens)
         if (value := accepted_of(figures)) is not None:
-            found.append((tokens, value))
-    return found
+            curve.append((tokens, value))
+    return curve
 
 
 def train(
@@ -186,7 +186,7 @@ def train(
     out: Path,
     steps: int,
     checks: int,
-    left: Callable[[], float],
+    rest_s: Callable[[], float],
     tell: Callable[[str, Mapping[str, float]], None],
     say: Callable[[str], None],
     once: Callable[[str, Callable[[], Any]], Any],
@@ -196,7 +196,7 @@ def train(
     Args:
         steps: most of the first part, which its data are scored for.
         checks: most of the first part, on held-out prompts.
-        left: seconds that are left for both.
+        rest_s: seconds that are left for both.
         tell: called with each step's part and figures.
         once: gives what a phase gave, or makes it; see `RunFolder`.
 
@@ -207,14 +207,14 @@ def train(
         KeyboardInterrupt: a signal ended it, with a checkpoint.
         ConfigError: a full disk; a loss that is not finite. Results so far are kept.
     """
-    began = left()
+    began = rest_s()
     first, second = out / "first", out / "second"
     every = max(1, steps // min(CHECKS, checks))
     config = config_of(plan, steps, schedule="constant", evaluate_every=every)
     plan, job, trainer = trainable(plan, first, config, say)
     config = trainer.config
     trainer.resume()
-    pace = TrainingPace(lambda: left() - FALL * began, float(steps * ROWS * plan.length), partial(tell, "training"))
+    pace = TrainingPace(lambda: rest_s() - FALL * began, float(steps * ROWS * plan.length), partial(tell, "training"))
     pace.checks = accepted_in(first)
 
     def run_first() -> dict[str, Any]:
@@ -223,29 +223,29 @@ def train(
             raise ConfigError("--hours", "the time ended before the first step of training", "raise --hours")
         finish(job, trainer)
         speeds = [line["tokens_per_s"] for line in _logged(first) if line.get("tokens_per_s")]
-        told = {"steps": trainer.step, "tokens": trainer.tokens, "early": pace.early}
-        return told | {"speed": median(speeds or [ROWS * plan.length])}
+        earlier = {"steps": trainer.step, "tokens": trainer.tokens, "early": pace.early}
+        return earlier | {"speed": median(speeds or [ROWS * plan.length])}
 
-    known, result = once("first part", run_first), first / "result"
-    room = left() * 0.9 * known["speed"] / (ROWS * plan.length)
-    fall = once("last steps", lambda: max(5, min(known["steps"] // 2, int(room))))
+    facts, result = once("first part", run_first), first / "result"
+    room = rest_s() * 0.9 * facts["speed"] / (ROWS * plan.length)
+    fall = once("last steps", lambda: max(5, min(facts["steps"] // 2, int(room))))
     falling = config_of(plan, fall, schedule="linear", final_ratio=0.05, learning_rate=config.learning_rate)
     falling = replace(falling, warmup=min(5, fall), evaluate_every=fall)
     falls = job_of(plan, second, falling, init=result)
     trainer = prepare(falls, (), say)  # the first one's memory is free from here on
     trainer.resume()
-    pace = TrainingPace(left, 0.0, partial(tell, "last steps"))
+    pace = TrainingPace(rest_s, 0.0, partial(tell, "last steps"))
     if not trainer.finished:
         _run(trainer, pace)
     last = finish(falls, trainer)
-    told, final = accepted_in(first), accepted_in(second)
-    better = not final or not told or final[-1][1] >= told[-1][1]
+    earlier, final = accepted_in(first), accepted_in(second)
+    better = not final or not earlier or final[-1][1] >= earlier[-1][1]
     return {
         "result": str((last if better else result).relative_to(out.parent)),
-        "tokens": known["tokens"] + trainer.tokens,
-        "steps": known["steps"] + trainer.step,
-        "early": known["early"],
-        "checks": told + [(known["tokens"] + n, value) for n, value in final],
+        "tokens": facts["tokens"] + trainer.tokens,
+        "steps": facts["steps"] + trainer.step,
+        "early": facts["early"],
+        "checks": earlier + [(facts["tokens"] + n, value) for n, value in final],
     }
 
 

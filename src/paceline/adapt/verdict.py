@@ -29,7 +29,7 @@ LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be be
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Figures, and what is left; ready for JSON."""
+    """Figures, and the chosen drafter; ready for JSON."""
 
     chosen: str  # `LOOK_UPS`, `NEW`, `BOTH`, `PRESENT` or `PLAIN`
     words: str
@@ -81,7 +81,7 @@ def decide(report: Report) -> Verdict:
     return Verdict(
         chosen=chosen,
         words=_words(chosen, speedups, kinds),
-        times_plain={name: [own.value, own.low, own.high] for name, own in speedups.items()},
+        times_plain={name: [ratio.value, ratio.low, ratio.high] for name, ratio in speedups.items()},
         by_kind=kinds,
         tokens_per_pass={name: value for name, value in passes.items() if value is not None},
         sequences=sum(e.sequences for e in exact),
@@ -91,13 +91,13 @@ def decide(report: Report) -> Verdict:
 
 
 def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
-    """Return the name of what is left for use."""
+    """Return the name of the drafter that is left for use."""
     if not judged(speedups, kinds):
         return LOOK_UPS
     sure = {
-        name: own.value
-        for name, own in speedups.items()
-        if own.low > 1 and min(kinds.get(name, {}).values(), default=1.0) >= NEVER_SLOWER
+        name: ratio.value
+        for name, ratio in speedups.items()
+        if ratio.low > 1 and min(kinds.get(name, {}).values(), default=1.0) >= NEVER_SLOWER
     }
     best = max(sure, key=lambda name: sure[name], default=PLAIN)
     looked = speedups.get(LOOK_UPS)
@@ -111,14 +111,14 @@ def choose(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) ->
 def judged(speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> bool:
     """Return whether there were enough prompts for the intervals to mean something."""
     least = LEAST_PAIRS * max(map(len, kinds.values()), default=1)
-    return bool(speedups) and all(own.pairs >= least for own in speedups.values())
+    return bool(speedups) and all(ratio.pairs >= least for ratio in speedups.values())
 
 
 def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str, float]]) -> str:
     """Return the verdict in a sentence."""
     if not judged(speedups, kinds):
-        asked = max((own.pairs for own in speedups.values()), default=0)
-        few = f"for {asked} prompts alone" if asked else "for no prompt"
+        count = max((each.pairs for each in speedups.values()), default=0)
+        few = f"for {count} prompts alone" if count else "for no prompt"
         return f"there is no verdict: there was time {few}. Look-ups are left; give it more hours"
     if chosen in (NEW, BOTH):
         what = "the new drafter" if chosen == NEW else "the new drafter with look-ups"
@@ -126,9 +126,9 @@ def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str
     if chosen == PRESENT:
         return f"the new drafter pays less than the one that the model has: {_times(speedups[PRESENT])}, which is left"
     if chosen == LOOK_UPS:
-        own = speedups[LOOK_UPS]
-        known = f"look-ups alone give {_times(own)} of plain decoding" if own.low > 1 else "nothing surely does"
-        return f"the new drafter pays no more than look-ups, or not on every kind of prompt: {known}; look-ups are left"
+        each = speedups[LOOK_UPS]
+        other = f"look-ups alone give {_times(each)} of plain decoding" if each.low > 1 else "nothing surely does"
+        return f"the new drafter pays no more than look-ups, or not on every kind of prompt: {other}; look-ups are left"
     return "nothing pays: every drafter is slower than plain decoding. Plain decoding is left"
 
 

@@ -55,19 +55,19 @@ class RunFolder:
         if not file.is_file():
             return {}
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            said = found["facts"], found["spent_s"] + 0.0, found["done"].keys()
+            record = json.loads(file.read_text(encoding="utf-8"))
+            stored = record["facts"], record["spent_s"] + 0.0, record["done"].keys()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             wrong = f"{STATE} in it cannot be read ({error!r})"
             raise ConfigError(f"--out {self.folder}", wrong, "name another folder, or remove the file") from error
-        asked, remedy = f"--out {self.folder}", "name another folder, or repeat the first command"
-        if found.get("format") != FORMAT:
-            raise ConfigError(asked, "the folder holds a run of another version of Paceline", "name another folder")
-        if said[0].get("model") != facts.get("model"):
-            raise ConfigError(asked, "it holds a run for another model, or for other weights of this one", remedy)
+        subject, remedy = f"--out {self.folder}", "name another folder, or repeat the first command"
+        if record.get("format") != FORMAT:
+            raise ConfigError(subject, "the folder holds a run of another version of Paceline", "name another folder")
+        if stored[0].get("model") != facts.get("model"):
+            raise ConfigError(subject, "it holds a run for another model, or for other weights of this one", remedy)
         wrong = "it holds a run of something else: there {name} is {found!r}, here {own!r}"
-        require_same(asked, said[0], facts, remedy, wrong)
-        values: dict[str, Any] = found
+        require_same(subject, stored[0], facts, remedy, wrong)
+        values: dict[str, Any] = record
         return values
 
     def close(self) -> None:

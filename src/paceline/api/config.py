@@ -50,17 +50,17 @@ class LLMConfig(LLMOptions):
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
         if not off and self.drafter is None:
-            asked = f"budget={shown(self.budget)} without a drafter"
-            raise ConfigError(asked, "there is no drafter", "name one: drafter='ngram'")
+            subject = f"budget={shown(self.budget)} without a drafter"
+            raise ConfigError(subject, "there is no drafter", "name one: drafter='ngram'")
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
-            asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
-            raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
+            subject, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
+            raise CapabilityError(subject, "its ids depend on the drafter by design", remedy)
         filled = parse_round(self.round)
         if filled is not None and filled.place is not None and filled.place.device:
             parse_device(filled.place.device)
         if self.exact and filled is not None and filled.accept != "strict":
-            asked = f"exact=True with round={shown(self.round)}"
-            raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
+            subject = f"exact=True with round={shown(self.round)}"
+            raise CapabilityError(subject, "what a lossy rule says depends on the drafter", "leave out accept")
 
     def resolve(self) -> Source:
         """Find the model, and read its configuration.
@@ -72,44 +72,44 @@ class LLMConfig(LLMOptions):
 
     def _check_ranks(self) -> None:
         """Refuse stages of this process, or a device other than the CPU, next to ranks."""
-        asked = f"tensor_parallel={self.tensor_parallel}"
+        subject = f"tensor_parallel={self.tensor_parallel}"
         if self.pipeline is None and (round_ := parse_round(self.round)) is not None and round_.stages:
             wrong = "stages of one process share its ranks, which know no stages"
-            raise CapabilityError(f"{asked} with round={shown(self.round)}", wrong, "give pipeline=STAGES, too")
+            raise CapabilityError(f"{subject} with round={shown(self.round)}", wrong, "give pipeline=STAGES, too")
         if parse_device(self.device).type != "cpu":
             wrong = "ranks share the memory of a host, and add in it"
-            raise CapabilityError(f"{asked} with device={shown(self.device)}", wrong, "use device='cpu'")
+            raise CapabilityError(f"{subject} with device={shown(self.device)}", wrong, "use device='cpu'")
 
     def _check_cluster(self, cluster: ClusterConfig) -> None:
         """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
-        asked, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
+        subject, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
         place = None if round_ is None else round_.place
         if self.pipeline is None and place is None:
             wrong = "neither stages nor a drafter have a process of their own that could run there"
-            raise ConfigError(asked, wrong, "give pipeline=2, or round='mirror,rollout=process'")
+            raise ConfigError(subject, wrong, "give pipeline=2, or round='mirror,rollout=process'")
         named = self.pipeline is not None and parse_split(self.pipeline).cores
         if named or (place is not None and place.cores):
             wrong = "which cores a worker gets is the cluster's to say"
-            raise ConfigError(f"{asked} with named cores", wrong, "say how many: cluster='auto,cores=2'")
+            raise ConfigError(f"{subject} with named cores", wrong, "say how many: cluster='auto,cores=2'")
 
     def _piped(self, stages: int) -> str:
         """Return the round over so many stages in processes."""
-        asked = f"pipeline={shown(self.pipeline)}"
+        subject = f"pipeline={shown(self.pipeline)}"
         if self.applications:
             wrong = "stages in processes have the base model's layers alone, without adapters or streams"
-            raise CapabilityError(f"{asked} with applications", wrong, "leave out one of the two")
+            raise CapabilityError(f"{subject} with applications", wrong, "leave out one of the two")
         text = "pipeline" if self.round == AUTO_ROUND else self.round
         chosen = parse_round(text)
         if chosen is None or not chosen.stages:
             wrong = "stages are filled by the pipeline round alone"
             raise ConfigError(
-                f"{asked} with round={shown(self.round)}", wrong, "leave out round, or use round=pipeline"
+                f"{subject} with round={shown(self.round)}", wrong, "leave out round, or use round=pipeline"
             )
         if "stages" not in text:
             return f"{text},stages={stages}"
         if chosen.stages != stages:
             wrong = f"these are {stages} stages"
-            raise ConfigError(f"{asked} with round={shown(self.round)}", wrong, "leave out stages=")
+            raise ConfigError(f"{subject} with round={shown(self.round)}", wrong, "leave out stages=")
         return text
 
 
@@ -142,15 +142,15 @@ def parse_bytes(value: str | int) -> int:
 
 
 def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
-    """Return the configuration that `LLM(model, **options)` asks for.
+    """Return the configuration that `LLM(model, **options)` requests.
 
     Raises:
         ConfigError: an unknown option, or a value that does not fit.
     """
-    known = sorted(LLMConfig.__dataclass_fields__)
+    names = sorted(LLMConfig.__dataclass_fields__)
     for name in options:
-        if name not in known:
-            remedy = f"known options: {', '.join(known)}"
+        if name not in names:
+            remedy = f"known options: {', '.join(names)}"
             raise ConfigError(f"LLM(..., {name[:80]}=...)", "there is no such option", remedy)
     return LLMConfig(model=_in_text(model), **{name: _in_text(value) for name, value in options.items()})
 

@@ -51,7 +51,7 @@ class LLM:
         model: an embedded model's name, a local Hugging Face folder, or a hub name.
         share: an `LLM` of the same target, whose weights are used in place of loading them again; K/V, drafter and
             engine are not shared.
-        beside: drafters that are asked before the one that ``drafter="auto"`` stands for.
+        beside: drafters that are called before the one that ``drafter="auto"`` stands for.
         options: the fields of `LLMConfig`.
 
     Raises:
@@ -85,14 +85,14 @@ class LLM:
             self.learning = resolve_name(_LEARN)(self.config, self._target, self.engine)
 
     def _shared(self, other: Any) -> LoadedModel:
-        """Another one's target, if it is what this one's configuration asks for."""
+        """Another one's target, if it is what this one's configuration requests."""
         if not isinstance(other, LLM):
             raise ConfigError(f"LLM(..., share={shown(other)})", "it is no LLM", "give one of the same target")
         check_shared(self.config, other.config)
         for name, none in (("pipeline", None), ("tensor_parallel", 1)):
-            if (asked := getattr(self.config, name)) != none:
+            if (subject := getattr(self.config, name)) != none:
                 wrong = "its layers lie in processes that serve one engine"
-                raise ConfigError(f"LLM(..., share=..., {name}={shown(asked)})", wrong, "leave share out")
+                raise ConfigError(f"LLM(..., share=..., {name}={shown(subject)})", wrong, "leave share out")
         return other._target
 
     @property
@@ -123,8 +123,8 @@ class LLM:
 
     # -- answers
 
-    def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """Return how the model is sampled by ``paceline chat``: as its ``generation_config.json`` says.
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Return how the model is sampled by ``paceline chat``, by its ``generation_config.json``.
 
         Of that file come temperature, top_p, top_k, min_p and repetition_penalty; with ``do_sample: false`` the
         temperature is 0.
@@ -132,12 +132,12 @@ class LLM:
         `SamplingParams()`, which is also what requests without parameters get.
 
         Args:
-            given: fields of `SamplingParams` that go before the file's, such as ``max_tokens=256``.
+            overrides: fields of `SamplingParams` that go before the file's, such as ``max_tokens=256``.
 
         Raises:
             ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
         """
-        return generation.sampling(self.folder, given)
+        return generation.sampling(self.folder, overrides)
 
     def generate(
         self,
@@ -196,7 +196,7 @@ class LLM:
 
         Args:
             prompt, params, application: as for `generate`.
-            options: ``said``, ``priority``, ``deadline_s``, ``speculation`` and ``store`` of `Engine.submit`.
+            options: ``resume_tokens``, ``priority``, ``deadline_s``, ``speculation`` and ``store`` of `Engine.submit`.
 
         Raises:
             ConfigError: the prompt, the parameters or the application cannot be used.
@@ -219,13 +219,13 @@ class LLM:
         self, ids: list[int], text: str | None, params: SamplingParams | None, application: str | None, options: Any
     ) -> Job:
         self.engine.check_application(application)
-        given = {"prompt": text, "application": application, **options}
-        return partial(self.engine.submit, ids, params or SamplingParams(), **given)
+        arguments = {"prompt": text, "application": application, **options}
+        return partial(self.engine.submit, ids, params or SamplingParams(), **arguments)
 
     def forget(self) -> None:
         """Drop what is kept of requests that ended: K/V of their texts, and what the drafter remembers of them.
 
-        Call it before a prompt is asked that is timed, or whose passes are counted: a drafter may have kept the answer
+        Call it before a prompt that is timed, or whose passes are counted: a drafter may have kept the answer
         to it. What the draft budget has learned of chances and costs stays.
         """
         with self.engine.lock:
@@ -240,21 +240,21 @@ class LLM:
         engine = self.engine
         lives: list[LiveRequest] = []
         ended: dict[str, LiveRequest] = {}
-        told = 0
+        reported = 0
         try:
             for job in jobs:
                 with engine.lock:
                     lives.append(engine.live[job(on_end=lambda live: ended.update({live.id: live}))])
-            while told < len(lives):
+            while reported < len(lives):
                 with torch.inference_mode(), engine.lock:
-                    while told == len(ended):  # another thread's steps, or an abort, may have ended one
+                    while reported == len(ended):  # another thread's steps, or an abort, may have ended one
                         engine.step()
-                        if engine.lock.wanted:
+                        if engine.lock.contended:
                             break
-                while told < len(ended):
-                    told += 1
+                while reported < len(ended):
+                    reported += 1
                     if progress:
-                        progress(told)
+                        progress(reported)
             with engine.lock:
                 return [engine.output(live) for live in lives]
         except BaseException as error:
@@ -312,14 +312,14 @@ class LLM:
         return answer
 
 
-def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
+def _one_each(value: Any, kind: type[Any], count: int, what: str) -> list[Any]:
     """Return what belongs to each prompt: one of ``kind`` (or None) for all, or one a prompt."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if len(given) != count:
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if len(value) != count:
         remedy = "give one for all or one a prompt"
-        raise ConfigError(f"{len(given)} {what} for {count} prompts", "the counts differ", remedy)
-    return list(given)
+        raise ConfigError(f"{len(value)} {what} for {count} prompts", "the counts differ", remedy)
+    return list(value)
 
 
 def drafters_of(config: LLMConfig, source: Source, beside: Sequence[str] = ()) -> list[str | DrafterConfig | None]:
@@ -334,10 +334,10 @@ def drafters_of(config: LLMConfig, source: Source, beside: Sequence[str] = ()) -
     """
     if config.drafter != AUTO_DRAFTER:
         return [config.drafter]
-    if found := [*filter(rows_beside, locate(config.applications or {}, config.offline).values())]:
-        return [reader_of(found[0])]
-    made = adapted.found(source.folder, config.dtype) if adapted.any_made() else None
+    if sets := [*filter(rows_beside, locate(config.applications or {}, config.offline).values())]:
+        return [reader_of(sets[0])]
+    prior = adapted.find(source.folder, config.dtype) if adapted.any_made() else None
     stored = config.dtype == "auto" and source.folder.is_dir() and source.shape.checkpoint_dtype
-    own = [made and adapted.named(made), zoo.default_drafter(str(source.folder), stored or config.dtype)]
-    names = dict.fromkeys([*filter(None, own), zoo.LOOK_UP])
+    ours = [prior and adapted.named(prior), zoo.default_drafter(str(source.folder), stored or config.dtype)]
+    names = dict.fromkeys([*filter(None, ours), zoo.LOOK_UP])
     return [with_parts(beside, name) if beside else name for name in names]

@@ -29,7 +29,7 @@ MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions:
-    """All options of a model and its engine; each field's help says what it may hold."""
+    """All options of a model and its engine; each field's help states what it may hold."""
 
     model: str = option(help=MODEL, metavar="NAME|FOLDER|FILE")
     drafter: str | DrafterConfig | None = option(None, help=DRAFTER, metavar="NAME|FOLDER")

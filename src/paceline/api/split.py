@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..core.errors import ConfigError
-from ..core.named import NamedConfig, made, pairs
+from ..core.named import NamedConfig, pairs, read_config
 from ..core.options import MOST_TEXT, option, shown
 
 MOST = 1024  # stages
@@ -25,17 +25,17 @@ class Split(NamedConfig):
     threads: int | None = option(None, help="threads of each stage; none: one a core", minimum=1)
 
 
-def parse_split(given: int | str) -> Split:
+def parse_split(value: int | str) -> Split:
     """Read what a user gives as ``pipeline``: ``4`` or ``4,cores=<0,1,2,3>``.
 
     Raises:
         ConfigError: neither, or options that do not fit.
     """
-    asked, text = f"pipeline={shown(given)}", str(given)
+    subject, text = f"pipeline={shown(value)}", str(value)
     first, _, rest = text.partition(",")
-    if isinstance(given, bool) or len(text) > MOST_TEXT or not re.fullmatch(r"\s*\d{1,9}\s*", first):
-        raise ConfigError(asked, "it is no number of stages", "write 4, or 4,cores=<0,1,2,3>")
-    split: Split = made(asked, Split, [("stages", first.strip()), *pairs(asked, Split, rest or None)])
+    if isinstance(value, bool) or len(text) > MOST_TEXT or not re.fullmatch(r"\s*\d{1,9}\s*", first):
+        raise ConfigError(subject, "it is no number of stages", "write 4, or 4,cores=<0,1,2,3>")
+    split: Split = read_config(subject, Split, [("stages", first.strip()), *pairs(subject, Split, rest or None)])
     return split
 
 
@@ -57,15 +57,15 @@ class ClusterConfig(NamedConfig):
         )
 
 
-def parse_cluster(given: str) -> ClusterConfig:
+def parse_cluster(value: str) -> ClusterConfig:
     """Read what a user gives as ``cluster``: ``auto``, ``10.0.0.1:6379``, ``auto,place=pack,cores=8``.
 
     Raises:
         ConfigError: neither, or options that do not fit.
     """
-    asked, (first, _, rest) = f"cluster={shown(given)}", given.partition(",")
-    if len(given) > MOST_TEXT or not first.strip():
-        raise ConfigError(asked, "it is not an address", "write auto, or HOST:PORT of the cluster's head")
-    given_options = [("address", first.strip()), *pairs(asked, ClusterConfig, rest or None)]
-    found: ClusterConfig = made(asked, ClusterConfig, given_options)
-    return found
+    subject, (first, _, rest) = f"cluster={shown(value)}", value.partition(",")
+    if len(value) > MOST_TEXT or not first.strip():
+        raise ConfigError(subject, "it is not an address", "write auto, or HOST:PORT of the cluster's head")
+    given_options = [("address", first.strip()), *pairs(subject, ClusterConfig, rest or None)]
+    cluster: ClusterConfig = read_config(subject, ClusterConfig, given_options)
+    return cluster

@@ -58,17 +58,17 @@ def calibrate(
     draft, dtype = getattr(chosen, "model", None), str(getattr(chosen, "dtype", "auto"))
     table, drafts = measured(llm, "the target"), {}
     if draft:
-        wanted = str(llm.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        other = LLM(str(draft), dtype=wanted, device=llm.config.device, kernels=llm.config.kernels)
+        draft_dtype = str(llm.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        other = LLM(str(draft), dtype=draft_dtype, device=llm.config.device, kernels=llm.config.kernels)
         drafts[draft_key(str(draft), dtype)] = measured(other, str(draft))
-    made = Calibration(
+    result = Calibration(
         fingerprint=llm.fingerprint,
         table=table,
         drafts=drafts,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=repeats,
     )
-    return made, calibration.save(llm.folder, made)
+    return result, calibration.save(llm.folder, result)
 
 
 def measure(
@@ -94,11 +94,11 @@ def measure(
     fitting = [context for context in contexts if context + rows[-1] <= room] or [0]
     near, far = fitting[0], fitting[-1]
     sizes = [(1, near, r, None) for r in rows] + [(b, near, 1, None) for b in batches] + [(1, far, 1, None)]
-    found = {size: median(times) for size, times in time_passes(decoder, sizes, repeats, progress).items()}
-    grown = found[1, far, 1, None] - found[1, near, 1, None]
+    medians = {size: median(times) for size, times in time_passes(decoder, sizes, repeats, progress).items()}
+    grown = medians[1, far, 1, None] - medians[1, near, 1, None]
     return CostTable(
-        chain=tuple((r, found[1, near, r, None]) for r in rows),
-        plain=tuple((b, found[b, near, 1, None]) for b in batches),
+        chain=tuple((r, medians[1, near, r, None]) for r in rows),
+        plain=tuple((b, medians[b, near, 1, None]) for b in batches),
         context=near,
         context_ms=max(0.0, 1000 * grown / (far - near)) if far > near else 0.0,
         source="measured now",
@@ -122,10 +122,10 @@ def time_passes(
         same = [size for size in times if size[1] == context]
         timers[context] = PassTimer(decoder, max(s[0] for s in same), context, max(s[2] for s in same), layout)
     for repeat in range(repeats + 1):
-        for (sequences, context, rows, layers), taken in times.items():
+        for (sequences, context, rows, layers), times_ms in times.items():
             ms = timers[context].ms(sequences, rows, layers)
             if repeat:
-                taken.append(ms)
+                times_ms.append(ms)
         if progress:
             progress(repeat + 1)
     return times
@@ -136,7 +136,7 @@ def time_passes(
 
 def measure_steps(
     decoder: Decoder,
-    asked: StepConfig,
+    config: StepConfig,
     bandwidth: float,
     progress: Callable[[int], None] | None = None,
     layout: KVLayout | None = None,
@@ -152,14 +152,14 @@ def measure_steps(
         90th percentiles ``low_ms`` and ``high_ms``; bytes of weights and of K/V that a pass reads; weights read over
         the time; weights and K/V over the time as a share of ``bandwidth``.
     """
-    sizes: list[PassSize] = [(1, context, rows, None) for context in asked.context for rows in asked.rows]
+    sizes: list[PassSize] = [(1, context, rows, None) for context in config.context for rows in config.rows]
     shape, dtype = layout or (decoder.cache_shape, decoder.dtype)
     per_token, weights = KVPool.bytes_per_token(*shape, dtype), decoder.pass_bytes
-    found = []
-    for (_, context, rows, _), times in time_passes(decoder, sizes, asked.repeats, progress, layout).items():
+    rows_out = []
+    for (_, context, rows, _), times in time_passes(decoder, sizes, config.repeats, progress, layout).items():
         low, middle, high = map(float, np.quantile(times, [0.1, 0.5, 0.9]))
         kv = (context + rows) * per_token
         sized = {"rows": rows, "context": context, "weight_bytes": weights, "kv_bytes": kv}
         timed = {"step_ms": middle, "low_ms": low, "high_ms": high, "weights_gb_per_s": weights / middle / 1e6}
-        found.append({**sized, **timed, "share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth})
-    return found
+        rows_out.append({**sized, **timed, "share_of_bandwidth": (weights + kv) / (middle * 1e-3) / bandwidth})
+    return rows_out

@@ -72,7 +72,7 @@ class BenchConfig:
             values = getattr(self, name)
             if len(set(values)) < len(values) or not (values or name == "workloads"):
                 raise ConfigError(f"{name}={values}", "a value is repeated, or the list is empty", "give each once")
-        if self.waves > 1 and (peer := next((m for m in self.methods if not m.own), None)):
+        if self.waves > 1 and (peer := next((m for m in self.methods if not m.ours), None)):
             wrong = f"{peer.name} is run by whole batches"
             raise ConfigError(f"--waves {self.waves}", wrong, "leave it out, or the method")
 
@@ -80,7 +80,7 @@ class BenchConfig:
     def ignores_eos(self) -> bool:
         """Return whether answers continue to their full length."""
         chosen = self.ignore_eos
-        return any(not m.own for m in self.methods) if chosen is None else chosen
+        return any(not m.ours for m in self.methods) if chosen is None else chosen
 
 
 @dataclass(frozen=True, kw_only=True)

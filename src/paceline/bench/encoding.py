@@ -48,9 +48,9 @@ class Encoded:
         self._head = len(commonprefix([first, second]))  # BOS and the beginning of the template
         tail = len(commonprefix([first[self._head + 1 :][::-1], second[self._head + 1 :][::-1]]))
         if self.most <= self._head + tail:
-            asked = f"max_model_len={max_model_len} with max_new_tokens={max_new_tokens}"
+            subject = f"max_model_len={max_model_len} with max_new_tokens={max_new_tokens}"
             wrong = f"no room for a prompt, around which the chat template has {self._head + tail} tokens"
-            raise ConfigError(asked, wrong, "raise max_model_len, or give fewer new tokens")
+            raise ConfigError(subject, wrong, "raise max_model_len, or give fewer new tokens")
         self.cut: dict[str, int] = {}  # tokens taken away, by id of the prompt
         self.count = 0  # of prompts, later turns included
         self.prompts = [self._encoded(prompt, prompt.id, prompt.turns[:1]) for prompt in workload.prompts]
@@ -68,8 +68,8 @@ class Encoded:
 
     def notes(self) -> list[str]:
         """Return what was cut, in a sentence; empty where prompts are unchanged."""
-        said = f"{len(self.cut)} of {self.count} prompts cut to {self.most:,} tokens, the oldest first"
-        return [f"{self.workload.name}: {said}"] if self.cut else []
+        note = f"{len(self.cut)} of {self.count} prompts cut to {self.most:,} tokens, the oldest first"
+        return [f"{self.workload.name}: {note}"] if self.cut else []
 
     def render(self, texts: Sequence[str]) -> tuple[list[int], str]:
         """Return ids and text of a conversation; without a chat template plain text with a blank line in between."""
@@ -115,16 +115,16 @@ def prompt_ids(
     shape, tokenizer = (llm := engine()).decoder.config, llm.tokenizer
     lengths = {"max_model_len": shape.max_position, "max_new_tokens": cell.max_new_tokens}
     encoded = encode(workload, tokenizer, **lengths, **({"context": cell.context} if cell.context is not None else {}))
-    plain = next(m for m in config.methods if m.own and m.plain)
-    found, latest = [*encoded.prompts], {p.id: ids for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
+    plain = next(m for m in config.methods if m.ours and m.plain)
+    result, latest = [*encoded.prompts], {p.id: ids for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
     answers: dict[str, list[str]] = {name: [] for name in latest}
     params = SamplingParams(temperature=0, max_tokens=cell.max_new_tokens)
     for turn in range(1, max(len(p.turns) for p in workload.prompts)):
         llm = engine([[shape.max_position] * PREPARE_TOGETHER]) if turn == 1 else llm
         going_on = [p for p in workload.prompts if len(p.turns) > turn]
-        asked = [{"prompt_token_ids": [*latest[p.id].ids]} for p in going_on]
-        for prompt, output in zip(going_on, llm.generate(asked, params, application=plain.application), strict=True):
+        texts = [{"prompt_token_ids": [*latest[p.id].ids]} for p in going_on]
+        for prompt, output in zip(going_on, llm.generate(texts, params, application=plain.application), strict=True):
             answers[prompt.id].append(tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True))
             latest[prompt.id] = encoded.next_turn(prompt, turn, answers[prompt.id])
-            found.append(latest[prompt.id])
-    return found, encoded.notes()
+            result.append(latest[prompt.id])
+    return result, encoded.notes()

@@ -47,8 +47,8 @@ def paired(reference: Sequence[Trial], other: Sequence[Trial]) -> list[tuple[Tri
     """Return trials of one group and repeat; greedy ones are equal in every repeat, failed ones have no outputs."""
     exact = {(t.group, t.repeat): t for t in reference if t.error is None}
     any_repeat = {t.group: t for t in reversed(reference) if t.error is None and t.cell.temperature == 0}
-    found = ((exact.get((t.group, t.repeat)) or any_repeat.get(t.group), t) for t in other if t.error is None)
-    return [(base, trial) for base, trial in found if base is not None]
+    pairs = ((exact.get((t.group, t.repeat)) or any_repeat.get(t.group), t) for t in other if t.error is None)
+    return [(base, trial) for base, trial in pairs if base is not None]
 
 
 def compare_outputs(reference: Sequence[Trial], other: Sequence[Trial], finish: bool = True) -> Exactness:
@@ -60,16 +60,16 @@ def compare_outputs(reference: Sequence[Trial], other: Sequence[Trial], finish: 
         finish: whether the reasons for ending are compared (a peer may have its own words).
     """
     method, plain, cell = other[0].method, reference[0].method, other[0].cell
-    found = Exactness(method=method, reference=plain, cell=cell, sequences=0, identical=0)
+    result = Exactness(method=method, reference=plain, cell=cell, sequences=0, identical=0)
     for base, trial in paired(reference, other):
         for i, prompt in enumerate(trial.prompts):
             ends = (base.finish[i], trial.finish[i]) if finish else ("", "")
             wrong = difference(base.outputs[i], trial.outputs[i], ends)
-            found.sequences += 1
-            found.identical += not wrong
+            result.sequences += 1
+            result.identical += not wrong
             if wrong:
-                found.failures.append({"prompt": prompt, "group": trial.group, "repeat": trial.repeat, **wrong})
-    return found
+                result.failures.append({"prompt": prompt, "group": trial.group, "repeat": trial.repeat, **wrong})
+    return result
 
 
 # -- a whole report
@@ -81,14 +81,14 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = 
     Args:
         rounded: also of passes that round by their width: somebody judges what that explains.
     """
-    asked = method.settings.get("kernels", "auto")
-    kernels = str(summary.report.model.get("kernels", "") if asked == "auto" else asked)
+    setting = method.settings.get("kernels", "auto")
+    kernels = str(summary.report.model.get("kernels", "") if setting == "auto" else setting)
     wide = summary.dtype(method) in ("float32", "float64")
     if not rounded and kernels.startswith("torch") and not wide and method.settings.get("exact") is False:
         return "with exact=false torch's kernels round by the rows of a pass in 16 bits; float32 is compared"
     if cell.temperature == 0:
         return None
-    if not method.own:
+    if not method.ours:
         return f"{method.engine} draws with noise of its own"
     kind = VERIFIERS.get(verifier := method.settings.get("verifier", DEFAULT_VERIFIER))
     if kind is not None and (kind.needs_q or kind.lossy):
@@ -110,7 +110,7 @@ def check(report: Report, rounded: bool = False) -> tuple[list[Exactness], list[
         One entry for each method that has something to be compared with, in the order of the report; and a sentence for
         everything that has nothing to be held against, for the report's notes.
     """
-    summary, found = Summary(report), []
+    summary, results = Summary(report), []
     notes: dict[str, None] = {}
     for (cell, name), trials in summary.trials.items():
         method = summary.methods[name]
@@ -128,6 +128,6 @@ def check(report: Report, rounded: bool = False) -> tuple[list[Exactness], list[
             compared = compare_outputs([*first.values()], again) if again else None
             compared = None if compared and compared.passed else compared
         elif base := summary.trials.get((cell, reference)):
-            compared = compare_outputs(base, trials, finish=method.own)
-        found += [compared] if compared and compared.sequences else []
-    return found, list(notes)
+            compared = compare_outputs(base, trials, finish=method.ours)
+        results += [compared] if compared and compared.sequences else []
+    return results, list(notes)

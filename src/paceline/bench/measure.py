@@ -142,12 +142,12 @@ class EngineRunner:
         engine, decoder, application = self.llm.engine, self.llm.decoder, self.method.application
         self.begin(self.llm, group)
         began = perf_counter()
-        asked = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
+        pending = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
         places: dict[str, int] = {}
         sequences: list[Sequence] = []
-        seen, begun = Arrivals(len(asked)), []
-        while len(sequences) < len(asked) or engine.busy:
-            for ids, params in asked[len(sequences) :][: group.cell.batch - len(engine.live)]:
+        seen, begun = Arrivals(len(pending)), []
+        while len(sequences) < len(pending) or engine.busy:
+            for ids, params in pending[len(sequences) :][: group.cell.batch - len(engine.live)]:
                 begun.append(1000 * (perf_counter() - began))
                 name = engine.submit(ids, params, application=application)
                 places[name] = len(sequences)
@@ -212,13 +212,13 @@ class Builder:
 
     def _target(self, options: dict[str, Any]) -> LLM:
         """Return the target for these options, loaded where it is not in memory yet."""
-        wanted = {name: options[name] for name in TARGET_OPTIONS if name in options}
-        config = LLMConfig(**wanted)
+        target_options = {name: options[name] for name in TARGET_OPTIONS if name in options}
+        config = LLMConfig(**target_options)
         for llm in self._targets:
             if all(getattr(llm.config, name) == getattr(config, name) for name in TARGET_OPTIONS):
                 return llm
         # A bare one, whose K/V pool stays untouched: it is there for its weights.
-        self._targets.append(LLM(**wanted, threads=options["threads"], max_sequences=1))
+        self._targets.append(LLM(**target_options, threads=options["threads"], max_sequences=1))
         return self._targets[-1]
 
 

@@ -30,7 +30,7 @@ NONE = "none"  # the drafter of plain decoding
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "applications"}
 _SHARED |= {"pipeline", "tensor_parallel"}  # their processes serve one engine, and a run's engines share their target
-_SHARED.add("learn")  # what is measured stays as it is
+_SHARED.add("learn")  # measured code stays as it is
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
 _NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
@@ -43,22 +43,22 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
     Raises:
         ConfigError: no such drafter or option, or a value that does not fit.
     """
-    asked = f"--method {text!r}"
+    subject = f"--method {text!r}"
     head, rest = _cut(text)
     name, drafter = _named(head)
     if not drafter:
-        raise ConfigError(asked, "it names no drafter", _FORM)
+        raise ConfigError(subject, "it names no drafter", _FORM)
     if "/" in re.split(r"[,:=]", drafter, maxsplit=1)[0]:
-        raise ConfigError(asked, "bench runs this engine alone", "python studies/peers.py runs them")
+        raise ConfigError(subject, "bench runs this engine alone", "python studies/peers.py runs them")
     settings = named_values("--method", rest)
     drafter = NONE if drafter == PLAIN else drafter
     registry.parse(drafter)  # an unknown one is refused here
     round_, dtype = settings.get("round", AUTO), settings.get("dtype", dtype)
     if round_.partition(",")[0].strip() not in (AUTO, *ROUNDS):
-        raise ConfigError(asked, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
-    values = {key: _value(key, value, asked) for key, value in settings.items() if key not in ("round", "dtype")}
+        raise ConfigError(subject, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
+    values = {key: _value(key, value, subject) for key, value in settings.items() if key not in ("round", "dtype")}
     if drafter == NONE and (useless := sorted(_NEED_DRAFTS & values.keys())):
-        raise ConfigError(asked, f"{useless[0]} has no effect without a drafter", "leave it out")
+        raise ConfigError(subject, f"{useless[0]} has no effect without a drafter", "leave it out")
     first, *options = _COMMA.split(drafter)  # a name has no model
     parts = [PLAIN if drafter == NONE else _kind(first), *options]
     method = Method(
@@ -108,16 +108,16 @@ def _named(head: str) -> tuple[str | None, str]:
     return (match[1].strip(), match[2].strip()) if match else (None, head)
 
 
-def _value(name: str, text: str, asked: str) -> Any:
+def _value(name: str, text: str, subject: str) -> Any:
     """Return a setting's value, of the type that `LLM` takes."""
     if name not in SETTINGS:
-        known = [*SETTINGS, "round", "dtype"]
-        raise ConfigError(asked, f"there is no setting {name!r}", suggest(name, known, "setting"))
+        setting_names = [*SETTINGS, "round", "dtype"]
+        raise ConfigError(subject, f"there is no setting {name!r}", suggest(name, setting_names, "setting"))
     hint = get_type_hints(LLMConfig)[name]
     try:
         return read(text, hint)
     except ValueError as error:
-        raise ConfigError(asked, f"{text!r} is not a value of {name}", f"{name} is {type_name(hint)}") from error
+        raise ConfigError(subject, f"{text!r} is not a value of {name}", f"{name} is {type_name(hint)}") from error
 
 
 def drafter_config(method: Method) -> registry.DrafterConfig | None:
@@ -138,15 +138,15 @@ def _kind(drafter: str) -> str:
 
 def default_methods(model: str, dtype: str = "auto") -> list[Method]:
     """List plain decoding, look-ups, and every drafter that the zoo has for the model."""
-    own, drafters = zoo.default_drafter(model, dtype), set(registry.names())
+    preferred, drafters = zoo.default_drafter(model, dtype), set(registry.names())
     # The draft in the form in which the zoo uses it.
-    form = getattr(registry.parse(own), "dtype", "auto") if own else "auto"
+    form = getattr(registry.parse(preferred), "dtype", "auto") if preferred else "auto"
     texts = [PLAIN, "ngram", "suffix"]
     for entry in zoo.trained_for(model):
         if entry.read_by in drafters:
             more = f",dtype={form}" if entry.role == "draft" and form != "auto" else ""
             texts.append(f"{entry.read_by}:{entry.name}{more}")
-    texts += [own] if own and own not in texts else []
+    texts += [preferred] if preferred and preferred not in texts else []
     kinds = Counter(map(_kind, texts))
     # A kind that is there once is name enough.
     named = [text if text == PLAIN or kinds[_kind(text)] > 1 else f"{_kind(text)}={text}" for text in texts]
@@ -155,9 +155,9 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
 
 def with_plain(methods: Sequence[Method]) -> list[Method]:
     """Return the methods with plain decoding before each dtype that lacks it: all speed-ups are over it."""
-    own = [m for m in methods if m.own]
-    dtypes = dict.fromkeys(m.dtype for m in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")])
-    missing = [dtype for dtype in dtypes if not any(m.plain and m.dtype == dtype for m in own)]
+    ours = [m for m in methods if m.ours]
+    dtypes = dict.fromkeys(m.dtype for m in ours or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")])
+    missing = [dtype for dtype in dtypes if not any(m.plain and m.dtype == dtype for m in ours)]
     unnamed = len(missing) == 1 and not any(m.name == PLAIN for m in methods)
     names = {dtype: PLAIN if unnamed else f"{PLAIN} dtype={dtype}" for dtype in missing}
     return [*(Method(name=name, dtype=dtype) for dtype, name in names.items()), *methods]

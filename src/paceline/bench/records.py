@@ -44,7 +44,7 @@ class Method(Record):
     application: str | None = None  # whose adapters answer; None: the base model
 
     @property
-    def own(self) -> bool:
+    def ours(self) -> bool:
         """Return whether it runs in this engine."""
         return self.engine == OWN
 
@@ -171,7 +171,7 @@ class Report(Record):
 
     def is_own(self, name: str) -> bool:
         """Return whether a method of that name ran in this engine; one that is not listed counts as ours."""
-        return next((method.own for method in self.methods if method.name == name), True)
+        return next((method.ours for method in self.methods if method.name == name), True)
 
     @classmethod
     def from_dict(cls, values: Any) -> Report:
@@ -182,8 +182,8 @@ class Report(Record):
                 there twice or not at all.
         """
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-            found = f"schema {values.get('schema')!r}" if isinstance(values, dict) else "not an object"
-            raise ValueError(f"{found}; this version reads schema {SCHEMA}")
+            problem = f"schema {values.get('schema')!r}" if isinstance(values, dict) else "not an object"
+            raise ValueError(f"{problem}; this version reads schema {SCHEMA}")
         try:
             report = _REPORT.validate_python(values)
         except ValidationError as error:

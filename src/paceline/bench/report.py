@@ -119,14 +119,14 @@ def length(value: float | None) -> str:
 
 def exact_mark(compared: Sequence[Exactness]) -> str:
     """Return ``yes``, ``yes*`` where differences were explained, ``NO``, or nothing where nothing was compared."""
-    if not all(found.passed for found in compared):
+    if not all(comparison.passed for comparison in compared):
         return "NO"
-    return "yes*" if any(found.explained for found in compared) else "yes" if compared else NOTHING
+    return "yes*" if any(comparison.explained for comparison in compared) else "yes" if compared else NOTHING
 
 
 def method_detail(method: Method) -> str:
     """Describe what the name of a method stands for."""
-    parts = [method.engine, method.drafter, f"round {method.round}" if method.own else ""]
+    parts = [method.engine, method.drafter, f"round {method.round}" if method.ours else ""]
     parts += [f"{key}={value}" for key, value in sorted(method.settings.items())]
     parts += [f"application {method.application}" if method.application else ""]
     parts += [f"dtype {method.dtype}" if method.dtype != "auto" else ""]
@@ -202,14 +202,14 @@ def findings(summary: Summary) -> list[str]:
     counts = (sum(e.explained for e in compared), sum(len(e.failures) for e in compared))
     words = ("explained by near ties", "FAILED")
     ids += "".join(f"; {many:,} {what}" for many, what in zip(counts, words, strict=True) if many)
-    shown = [r for r in summary.rows if r.speedup and r.method.own]
-    slow, rows = len(slower_cells(summary)), count_of(len(shown), "row")
+    compared_rows = [r for r in summary.rows if r.speedup and r.method.ours]
+    slow, rows = len(slower_cells(summary)), count_of(len(compared_rows), "row")
     speed = f"Slower than plain decoding: {slow or 'none'} of {rows} ({CONFIDENCE:.0%} interval below 1)"
     trials = summary.report.trials
     done, repeats = sum(trial.error is None for trial in trials), len({trial.repeat for trial in trials})
     return [
         ids if compared else "Ids were not compared with plain decoding's",
-        speed if shown else "No speculative method was compared with plain decoding",
+        speed if compared_rows else "No speculative method was compared with plain decoding",
         f"{count_of(done, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts",
     ]
 
@@ -221,11 +221,11 @@ def troubles(summary: Summary) -> list[str]:
         return f"{row.method.name}, {cell_label(row.cell or row.section)}"
 
     lines, reasons = [], dict[str, list[str]]()
-    for found in (e for e in summary.exact if not e.passed):
-        first, many = dict(found.failures[0]), count_of(len(found.failures), "sequence")
+    for check in (e for e in summary.exact if not e.passed):
+        first, many = dict(check.failures[0]), count_of(len(check.failures), "sequence")
         lead = " ".join(str(first.pop(key)) for key in ("prompt", "what") if key in first)
         rest = ", ".join(f"{key} {first[key]}" for key in ("position", "gap") if first.get(key) is not None)
-        line = f"{found.method}, {cell_label(found.cell)}: {many} of {found.sequences:,} failed; first: {lead}"
+        line = f"{check.method}, {cell_label(check.cell)}: {many} of {check.sequences:,} failed; first: {lead}"
         lines.append(line + (f" ({rest})" if rest else ""))
     for row in (row for row in summary.rows if row.failed):
         failed = f"{len(row.failed)} of {count_of(len(row.trials), 'trial')} failed"
@@ -283,13 +283,13 @@ def bullets(lines: Iterable[str]) -> str:
 
 def page(summary: Summary, lead: str = "") -> str:
     """Return the page, with ``lead`` as for `write_report`."""
-    report, asked = summary.report, dict[str, set[str]]()
+    report, prompts_of = summary.report, dict[str, set[str]]()
     for trial in report.trials:
-        asked.setdefault(trial.cell.workload, set()).update(trial.prompts)
+        prompts_of.setdefault(trial.cell.workload, set()).update(trial.prompts)
     details = [f"{m.name}: {method_detail(m)}" for m in report.methods if not m.plain]
     details += [
         f"{workload_title(report, name)}: source {of.get('source', NOTHING)}; licence {of.get('licence', NOTHING)}; "
-        f"{count_of(len(asked.get(name, ())), 'prompt')} used"
+        f"{count_of(len(prompts_of.get(name, ())), 'prompt')} used"
         for name, of in report.workloads.items()
     ]
     command = shlex.join(report.command).replace("```", "` ` `")

@@ -80,7 +80,7 @@ class Run:
         self._tell = progress
         self.groups: dict[Cell, list[Group]] = {}
         self._runners: dict[str, EngineRunner] = {}  # by method
-        self._plain = next(m for m in config.methods if m.own and m.plain)
+        self._plain = next(m for m in config.methods if m.ours and m.plain)
 
     def execute(self) -> Report:
         """Prepare, measure, check, report.
@@ -113,7 +113,7 @@ class Run:
             self.lengths = [group.lengths for group in groups]
             self.build(Path(resolve_folder(config.model)), stack)
             points = interleaved(self.groups, config.repeats)
-            total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
+            total = sum(self.runs(m, group) for point in points for group, _ in point for m in config.methods)
             try:
                 self._measure(points, total, began)
             except BaseException as error:  # measurements are kept, whatever ends the run
@@ -139,13 +139,13 @@ class Run:
         if (waves := self.config.waves) > 1:
             self.notes.append(f"each place of a batch answers {waves} prompts in turn")
         engine = partial(self._builder.llm, self._plain)
-        known: dict[tuple[str, int | None], list[PromptIds]] = {}
+        prepared: dict[tuple[str, int | None], list[PromptIds]] = {}
         for cell in cells:
             key = (cell.workload, cell.context)
-            if key not in known:
-                known[key], notes = prompt_ids(self.config, loaded[cell.workload], engine, cell, self.encode)
+            if key not in prepared:
+                prepared[key], notes = prompt_ids(self.config, loaded[cell.workload], engine, cell, self.encode)
                 self.notes += notes
-            prompts = known[key]
+            prompts = prepared[key]
             self.groups[cell] = groups_of(cell, prompts, self.config.seed, self.config.waves)
             if spare := -len(prompts) % (cell.batch * self.config.waves):
                 where = f"{cell.workload}, batch {cell.batch}"
@@ -154,7 +154,7 @@ class Run:
     def build(self, folder: Path, stack: ExitStack) -> None:
         """Build every runner, so that errors show before the first trial; ``stack`` closes what is opened."""
         for method in self.config.methods:
-            if method.own:
+            if method.ours:
                 self._tell(f"preparing {method.name}")
                 self._runners[method.name] = EngineRunner(method, self._builder.llm(method, self.lengths))
         gc.collect()
@@ -163,9 +163,9 @@ class Run:
 
     # -- measuring
 
-    def wanted(self, method: Method, group: Group) -> bool:
+    def runs(self, method: Method, group: Group) -> bool:
         """Return whether it is to run a group."""
-        return method.own
+        return method.ours
 
     def runner(self, method: Method) -> Any:
         """Return the runner of a method: it has `warm_up` and `run`, as `EngineRunner` has."""
@@ -184,7 +184,7 @@ class Run:
                 methods = self.config.methods
                 first = next(turns) % len(methods)
                 for method in [*methods[first:], *methods[:first]]:  # A B C, B C A, ..: nobody always runs first
-                    if self.wanted(method, group):
+                    if self.runs(method, group):
                         done = f"{len(self.trials)} of {total} trials"
                         self._tell(f"{done}, {group.cell.workload}, {method.name}")
                         self.trial(method, group, repeat, warm)
@@ -249,8 +249,8 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
     for batch, workload in product(config.batches, loaded):
         if (many := sum(len(p.turns) for p in workload.prompts)) < batch * config.waves:
             wrong = f"{many} prompts were requested, of {workload.total} that there are"
-            asked = f"{config.waves} waves of " if config.waves > 1 else ""
-            raise ConfigError(f"{asked}batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
+            waves = f"{config.waves} waves of " if config.waves > 1 else ""
+            raise ConfigError(f"{waves}batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")
     return [
         Cell(
             workload=workload.name,

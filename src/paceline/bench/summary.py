@@ -147,8 +147,8 @@ class Summary:
             and self.dtype(m) == self.dtype(method)
         ]
         shared = {m.name: sum(method.settings.get(k) == m.settings.get(k) for k in TARGET_SETTINGS) for m in same}
-        found = min(same, key=lambda m: (m.name != method.name, -shared[m.name], m.name != PLAIN), default=None)
-        return found.name if found else None
+        nearest = min(same, key=lambda m: (m.name != method.name, -shared[m.name], m.name != PLAIN), default=None)
+        return nearest.name if nearest else None
 
     def sample(self, a: str, b: str, cell: Cell) -> Sample | None:
         """Return a sample of the ratio a/b; None where nothing pairs."""
@@ -162,7 +162,7 @@ class Summary:
         method, reference = self.methods[name], self.reference(self.methods[name])
         each = [self.trials[of, name] for of in cells]
         figures = figures_of(trials := sum(each, []), self.report.machine.get("read_bandwidth_bytes_per_s"))
-        medians = [speed for own in each if (speed := median_speed(own)) is not None]
+        medians = [speed for trials_of_one in each if (speed := median_speed(trials_of_one)) is not None]
         if len(medians) > 1:
             figures["tokens_per_s"] = geometric_mean(medians)
         return Row(
@@ -195,10 +195,10 @@ def overall_ratio(summary: Summary, a: str, b: str, cells: Iterable[Cell]) -> In
     Any two methods may be compared: a drafter with plain decoding, plain decoding with a peer's. None where no trials
     pair.
     """
-    found = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
-    if not found:
+    samples = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
+    if not samples:
         return None
-    values, resamples, pairs = zip(*found, strict=True)
+    values, resamples, pairs = zip(*samples, strict=True)
     low, high = percentile_bounds(np.mean(resamples, axis=0))
     bounds = {"low": float(np.exp(low)), "high": float(np.exp(high))}
     return Interval(value=float(np.exp(np.mean(values))), **bounds, pairs=sum(pairs))
@@ -288,8 +288,8 @@ def figures_of(trials: Iterable[Trial], bandwidth: float | None) -> dict[str, fl
 
 def median_speed(trials: Iterable[Trial]) -> float | None:
     """Return the median of tokens/s; None where no trial has any."""
-    found = [*speeds(trials).values()]
-    return median(found) if found else None
+    values = [*speeds(trials).values()]
+    return median(values) if values else None
 
 
 # -- the summary
@@ -297,10 +297,10 @@ def median_speed(trials: Iterable[Trial]) -> float | None:
 
 def best(rows: Iterable[Row]) -> Row | None:
     """Return the speculative method of this engine with the highest speed-up."""
-    able = [(row.speedup.value, row) for row in rows if row.speedup and row.method.own and not row.method.plain]
+    able = [(row.speedup.value, row) for row in rows if row.speedup and row.method.ours and not row.method.plain]
     return max(able, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def slower_cells(summary: Summary) -> list[Row]:
     """List the rows of this engine's methods that are slower than plain decoding: their whole interval is below 1."""
-    return [row for row in summary.rows if row.speedup and row.speedup.high < 1 and row.method.own]
+    return [row for row in summary.rows if row.speedup and row.speedup.high < 1 and row.method.ours]

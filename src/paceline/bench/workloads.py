@@ -37,9 +37,9 @@ _ANSWERS = ("reference", "references", "completion")
 Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 
-def _id(given: Any) -> Any:
+def _id(value: Any) -> Any:
     """Convert an id, which may be a whole number."""
-    return str(given) if isinstance(given, int) and not isinstance(given, bool) else given or None
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value or None
 
 
 # -- what a workload is
@@ -77,8 +77,8 @@ class Workload:
     @property
     def fingerprint(self) -> str:
         """Hash of ids and turns, in order: two runs of the same prompts have the same one."""
-        said = json.dumps([(p.id, p.turns) for p in self.prompts], ensure_ascii=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        content = json.dumps([(p.id, p.turns) for p in self.prompts], ensure_ascii=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of a report, ready for JSON; ``prompts`` is how many were used, of ``total``."""
@@ -142,12 +142,12 @@ def load(
         facts |= {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
         entry = Workload(**facts)
     else:
-        file, found = _file(entry, folder)
-        if found is None:
+        file, origin_found = _file(entry, folder)
+        if origin_found is None:
             where = f"{folder} has no {entry.file}" if folder else "it does not come with the package"
             remedy = f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data"
             raise ConfigError(f"workload {entry.name!r}", f"{where} (licence: {entry.licence})", remedy)
-        origin = found
+        origin = origin_found
     try:
         data = file.read_bytes()
         # utf-8-sig: a file may begin with a mark
@@ -187,8 +187,8 @@ def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str 
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
     files = [Path(folder) / f"{entry.file}{packed}" for packed in ("", ".gz")] if folder is not None else []
     sample = resources.files(__package__) / "data" / f"{entry.name}.jsonl"
-    own = next(((path, str(path)) for path in files if path.is_file()), None)
-    return own or (sample, PACKAGED if entry.packaged else None)
+    user_file = next(((path, str(path)) for path in files if path.is_file()), None)
+    return user_file or (sample, PACKAGED if entry.packaged else None)
 
 
 # -- records
@@ -196,7 +196,7 @@ def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str 
 
 def _parse(text: str, origin: str, name: str) -> list[Prompt]:
     """Return the records of a file; ``name`` makes the ids and the category of records that have none."""
-    found: dict[str, tuple[int, Prompt]] = {}  # by id: line, prompt
+    by_id: dict[str, tuple[int, Prompt]] = {}  # by id: line, prompt
     by_text: dict[str, str] = {}  # text of a prompt without an id of its own -> the id it was given
     for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
         if not line.strip():
@@ -212,31 +212,31 @@ def _parse(text: str, origin: str, name: str) -> list[Prompt]:
         bare = "prompt" in record and "id" not in record
         twin = by_text.setdefault(prompt.turns[0], prompt.id) if bare else prompt.id
         if twin != prompt.id:  # another reference for a prompt that is there already
-            first, known = found[twin]
-            found[twin] = (first, replace(known, reference=tuple(dict.fromkeys(known.reference + prompt.reference))))
+            first, other = by_id[twin]
+            by_id[twin] = (first, replace(other, reference=tuple(dict.fromkeys(other.reference + prompt.reference))))
             continue
-        if prompt.id in found:
-            raise ConfigError(where, f"id {prompt.id!r} is that of line {found[prompt.id][0]} too", "make ids unique")
-        found[prompt.id] = (number, prompt)
-    if not found:
+        if prompt.id in by_id:
+            raise ConfigError(where, f"id {prompt.id!r} is that of line {by_id[prompt.id][0]} too", "make ids unique")
+        by_id[prompt.id] = (number, prompt)
+    if not by_id:
         raise ConfigError(f"workload {origin}", "it holds no record", f"give {FORM}")
-    return [prompt for _, prompt in found.values()]
+    return [prompt for _, prompt in by_id.values()]
 
 
 def _prompt(record: dict[str, Any], where: str, default_id: str, default_category: str) -> Prompt:
     if ("turns" in record) == ("prompt" in record):
         raise ConfigError(where, "it has both 'turns' and 'prompt', or neither", f"give {FORM}")
-    given = dict(record)
-    turns = [given.pop("prompt")] if "prompt" in given else given.pop("turns")
+    fields_given = dict(record)
+    turns = [fields_given.pop("prompt")] if "prompt" in fields_given else fields_given.pop("turns")
     # The first of the names that is there; all of them leave the record. A list a turn is a form too (Spec-Bench's rag
     # has it); which turn an answer belongs to is not kept.
-    references = [given.pop(key, None) for key in _ANSWERS]
+    references = [fields_given.pop(key, None) for key in _ANSWERS]
     listed = _listed(next((value for value in references if value is not None), []))
     answers = [text for item in listed for text in _listed(item)]
-    found = {"id": default_id, "category": default_category, **given, "turns": turns, "reference": answers}
-    extra = {key: found.pop(key) for key in given if key not in ("id", "category")}
+    values = {"id": default_id, "category": default_category, **fields_given, "turns": turns, "reference": answers}
+    extra = {key: values.pop(key) for key in fields_given if key not in ("id", "category")}
     try:
-        return _PROMPTS.validate_python({**found, "extra": extra})
+        return _PROMPTS.validate_python({**values, "extra": extra})
     except ValidationError as error:
         first = error.errors()[0]
         wrong = f"{first['loc'][0]!r} cannot hold {shown(first['input'])}: {first['msg']}"

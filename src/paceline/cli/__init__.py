@@ -26,6 +26,7 @@ COMMANDS = {  # name -> what it does; the module has the same name
     "bench": "Measure the speed-up of speculation on this machine.",
     "adapt": "Make a drafter for a model on this machine, and measure what it is worth.",
     "train": "Train models, draft models, streams and adapters.",
+    "plan": "Predict which drafter would pay for a model on a machine.",
     "models": "List the models known by name, or fetch one (models get).",
     "drafters": "List the drafters and their options.",
 }
@@ -47,8 +48,8 @@ class LazyGroup(TyperGroup):
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             from ..core.options import suggest
 
-            asked = f"paceline {args[0]}"
-            raise ConfigError(asked, "there is no such command", suggest(args[0], COMMANDS, "command"))
+            subject = f"paceline {args[0]}"
+            raise ConfigError(subject, "there is no such command", suggest(args[0], COMMANDS, "command"))
         name, command, rest = super().resolve_command(ctx, args)
         return name, load(name) if name and command is not None else command, rest
 
@@ -82,8 +83,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"paceline {__version__}")
         raise typer.Exit
 

@@ -34,20 +34,20 @@ def command(
         paceline adapt folder/model.gguf --hours 8 --prompts prompts.jsonl
     """
     model = config["model"] = one_model(name, config["model"])
-    asked, line = AdaptConfig(**config), ProgressLine()
+    settings, line = AdaptConfig(**config), ProgressLine()
     try:
-        made = adapt(asked, note, line.show, shlex.join(sys.argv[1:]))
+        outcome = adapt(settings, note, line.show, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
         line.close()
-        note(f"stopped; results are in {asked.folder}, continue: {this_command()}")
+        note(f"stopped; results are in {settings.folder}, continue: {this_command()}")
         raise typer.Exit(INTERRUPTED) from stop
     finally:
         line.close()
     console = stdout()
-    console.print(f"{made.words}.", markup=False)
-    for name, (value, low, high) in made.verdict.times_plain.items():
-        passes = made.verdict.tokens_per_pass.get(name, 1.0)
+    console.print(f"{outcome.words}.", markup=False)
+    for name, (value, low, high) in outcome.verdict.times_plain.items():
+        passes = outcome.verdict.tokens_per_pass.get(name, 1.0)
         text = f"  {name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {passes:.2f} tokens a pass"
         console.print(text, markup=False)
-    console.print(f"{made.folder}/report/report.md", markup=False)
-    console.print(f"paceline generate --model {model} --drafter {made.folder} --prompt ..", markup=False)
+    console.print(f"{outcome.folder}/report/report.md", markup=False)
+    console.print(f"paceline generate --model {model} --drafter {outcome.folder} --prompt ..", markup=False)

@@ -80,11 +80,11 @@ def bench(
         sources = {name: context.get_parameter_source(name) for name in QUICK}  # None: there is no such flag
         config |= {n: QUICK[n] for n, source in sources.items() if source is None or source.name == "DEFAULT"}
     chosen = methods.parse_methods(method, dtype) if method else methods.default_methods(config["model"], dtype)
-    asked = BenchConfig(methods=tuple(methods.with_plain(chosen)), **{**config, "workloads": config["workloads"] or ()})
+    setup = BenchConfig(methods=tuple(methods.with_plain(chosen)), **{**config, "workloads": config["workloads"] or ()})
     console = stdout()
     command = ["paceline", *(a for a in sys.argv[1:] if a != "--overwrite")]
     with ProgressLine() as line:
-        report = Run(asked, out=out, overwrite=overwrite, command=command, progress=line.show).execute()
+        report = Run(setup, out=out, overwrite=overwrite, command=command, progress=line.show).execute()
     if report.trials:
         console.print(Markdown(figures_page(Summary(report))))
     for name in FILES if out else ():
@@ -105,8 +105,8 @@ def workloads(
     """List the workloads: those packaged with Paceline, and those read from a folder."""
     table = figures_table(("workload", "title", "read from", "licence", "source"), (), words=5)
     for row, origin in available(data):
-        shown = (row.name, row.title, origin or f"needs --data with {row.file}", row.licence, row.source)
-        table.add_row(*shown, style=None if origin else "dim")
+        cells = (row.name, row.title, origin or f"needs --data with {row.file}", row.licence, row.source)
+        table.add_row(*cells, style=None if origin else "dim")
     stdout().print(table)
 
 
@@ -125,9 +125,9 @@ def calibrate(
     config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
     chosen = drafter_of(replace(config, drafter=drafters_of(config, config.resolve())[0]))
     with ProgressLine() as line:
-        made, file = measure_costs(LLM(**llm), chosen, line.show, repeats=repeats)
+        result, file = measure_costs(LLM(**llm), chosen, line.show, repeats=repeats)
     console = stdout()
-    tables, rows = {model: made.table, **made.drafts}, []
+    tables, rows = {model: result.table, **result.drafts}, []
     for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
         costs = [dict(getattr(table, kind)) for table in tables.values()]
         for count in sorted({count for cost in costs for count in cost}):
@@ -138,7 +138,7 @@ def calibrate(
 
 @app.command()
 @takes(
-    asked=StepConfig,
+    pass_options=StepConfig,
     llm=LLMConfig,
     only={"rows", "context", "repeats", "model", "dtype", "kv_cache_dtype", "device", "exact", "kernels", "threads"}
     | {"tensor_parallel"},
@@ -147,27 +147,27 @@ def calibrate(
 def step(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     *,
-    asked: dict[str, Any],
+    pass_options: dict[str, Any],
     llm: dict[str, Any],
 ) -> None:
     """Time one target pass by number of rows and context, against the machine's read bandwidth."""
-    passes, device, label = StepConfig(**asked), llm["device"], llm["model"]
+    passes, device, label = StepConfig(**pass_options), llm["device"], llm["model"]
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):  # reported before minutes of measuring
         raise ConfigError(f"--out {out}", "a file cannot be written there", "name a file in a folder that exists")
     loaded = LLM(**llm)
     most = loaded.decoder.config.max_position
     if max(passes.context) + max(passes.rows) > most:
-        wanted = f"context {max(passes.context)} with {max(passes.rows)} rows"
-        raise ConfigError(wanted, f"the model has {most} positions", "choose smaller ones")
+        subject = f"context {max(passes.context)} with {max(passes.rows)} rows"
+        raise ConfigError(subject, f"the model has {most} positions", "choose smaller ones")
     bandwidth = machine.read_bandwidth(device)
     with ProgressLine() as line:
         progress = line.counting("timing passes", passes.repeats + 1)
-        layout = kv_layout(loaded.config, loaded.decoder.own, loaded.decoder.dtype)
+        layout = kv_layout(loaded.config, loaded.decoder.local, loaded.decoder.dtype)
         costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
     computed, mode, console = str(loaded.decoder.dtype), ", exact" if loaded.decoder.exact else "", stdout()
     mode += f", {ranks} ranks, of which one is counted" if (ranks := llm["tensor_parallel"]) > 1 else ""
-    kept = "" if llm["kv_cache_dtype"] == "auto" else f", K/V in {llm['kv_cache_dtype']}"
-    console.print(f"{label}, {computed.removeprefix('torch.')}{kept}, kernels: {loaded.kernels}{mode}")
+    cache_note = "" if llm["kv_cache_dtype"] == "auto" else f", K/V in {llm['kv_cache_dtype']}"
+    console.print(f"{label}, {computed.removeprefix('torch.')}{cache_note}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs))

@@ -1,7 +1,7 @@
 """``paceline chat``: a conversation in the terminal, with the keys and the history of readline.
 
-Several lines that are pasted are one turn. Ctrl-C stops the answer that is being written, not the program; what was
-written stays in the conversation. Nothing of the history is kept on disk.
+Several lines that are pasted are one turn. Ctrl-C stops the answer that is being written, not the program; text that
+was written stays in the conversation. Nothing of the history is kept on disk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HELP = (
     params=SamplingParams,
     llm=LLMConfig,
     defaults={**DEFAULTS, "max_tokens": 256, **SAMPLED},
-    shown=CHAT_SHOWN,
+    shown_defaults=CHAT_SHOWN,
     without={"n", "echo", "logprobs", "prompt_logprobs"},
 )
 def chat(
@@ -72,11 +72,11 @@ def chat(
         paceline chat --model folder/model.gguf --system "Answer briefly."
         paceline chat --drafter suffix --temperature 0 --verbose
     """
-    given = chosen(params)
-    SamplingParams(**given)  # refused before the model is loaded
+    overrides = chosen(params)
+    SamplingParams(**overrides)  # refused before the model is loaded
     application = application_named(as_, llm["applications"] or {})
     model = open_llm(llm, 1)
-    sampling = model.default_sampling_params(**given)
+    sampling = model.default_sampling_params(**overrides)
     talk = Conversation(model, sampling, stdout(color), show_figures, verbose, application)
     talk.begin(system)
     talk.run()

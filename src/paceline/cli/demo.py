@@ -63,7 +63,7 @@ class Comparison:
 @takes(
     llm=LLMConfig,
     defaults={**DEFAULTS, "model": None},
-    shown={
+    shown_defaults={
         "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
         "dtype": "bfloat16 next to 4 bits",
     },
@@ -153,9 +153,9 @@ def _compare(engines: list[LLM], prompt: DemoPrompt) -> Comparison:
     asked = [_token_ids(engines[0], prompt)]
     turns = [[ask(engine, asked, _params(prompt)) for engine in engines] for _ in range(TURNS)]
     outputs = [output for [output], _ in turns[0]]
-    seconds = [statistics.median(taken for _, taken in side) for side in zip(*turns, strict=True)]
+    seconds = [statistics.median(duration for _, duration in side) for side in zip(*turns, strict=True)]
     counts = [len(output.outputs[0].token_ids) for output in outputs]
-    return Comparison(prompt, outputs, [count / taken for count, taken in zip(counts, seconds, strict=True)])
+    return Comparison(prompt, outputs, [count / duration for count, duration in zip(counts, seconds, strict=True)])
 
 
 def _params(prompt: DemoPrompt) -> SamplingParams:

@@ -36,8 +36,8 @@ from .session import (
 app = typer.Typer(add_completion=False)
 GREEDY = {"temperature": 0.0}
 GREEDY_SHOWN = {
-    name: f"{GREEDY.get(name, getattr(SamplingParams(), name))}; with --chat {said}"
-    for name, said in CHAT_SHOWN.items()
+    name: f"{GREEDY.get(name, getattr(SamplingParams(), name))}; with --chat {chat_default}"
+    for name, chat_default in CHAT_SHOWN.items()
 }
 
 
@@ -46,7 +46,7 @@ GREEDY_SHOWN = {
     params=SamplingParams,
     llm=LLMConfig,
     defaults={**DEFAULTS, "max_tokens": 128, **SAMPLED},
-    shown=GREEDY_SHOWN,
+    shown_defaults=GREEDY_SHOWN,
 )
 def generate(
     prompt: Annotated[
@@ -91,14 +91,14 @@ def generate(
         paceline generate -p "One" -p "Two" --max-tokens 32 --json
     """
     prompts = _prompts(prompt, prompt_file)
-    given = chosen(params)
-    sampling = SamplingParams(**{**GREEDY, **given})
+    overrides = chosen(params)
+    sampling = SamplingParams(**{**GREEDY, **overrides})
     if not as_json and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         raise ConfigError("log-probabilities", "the coloured text has no place for them", "add --json")
     names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
     model = open_llm(llm, len(prompts) * sampling.n)
     if chat:
-        sampling = model.default_sampling_params(**given)
+        sampling = model.default_sampling_params(**overrides)
     console = stdout(color)
     streamed = len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json
     if coloured(console) and not as_json:
@@ -135,14 +135,14 @@ def _prompts(prompts: list[str] | None, files: list[str] | None) -> list[str]:
     raise ConfigError("no prompt", "there is nothing to answer", 'give --prompt "..." or --prompt-file PATH')
 
 
-def _applications(asked: list[str], loaded: Mapping[str, str], count: int) -> list[str | None]:
+def _applications(requested: list[str], loaded: Mapping[str, str], count: int) -> list[str | None]:
     """Return which application answers each prompt; None: the base model."""
-    if len(asked) <= 1:
-        return [application_named(asked[0] if asked else None, loaded)] * count
-    if len(asked) != count:
-        times = f"--as {len(asked)} times for {count} prompts"
+    if len(requested) <= 1:
+        return [application_named(requested[0] if requested else None, loaded)] * count
+    if len(requested) != count:
+        times = f"--as {len(requested)} times for {count} prompts"
         raise ConfigError(times, "the counts differ", "give one, or one a prompt")
-    return [application_named(name, loaded) for name in asked]
+    return [application_named(name, loaded) for name in requested]
 
 
 def _read(name: str) -> str:

@@ -7,7 +7,7 @@ A command declares the dataclasses that it fills::
     def generate(prompt: ..., llm: dict[str, Any], params: dict[str, Any]) -> None: ...
 
 and its parameters ``llm`` and ``params`` become one flag a field: ``max_tokens: int = 16`` is
-``--max-tokens INTEGER``. Help comes from the field's ``metadata["help"]``; a field whose metadata says
+``--max-tokens INTEGER``. Help comes from the field's ``metadata["help"]``; a field whose metadata has
 ``cli=False`` has no flag, ``flag="--word"`` gives it another, and a ``metavar`` such as ``N,N,..`` makes one text of
 several numbers. The command gets dictionaries to pass on
 to Python: values are checked there, once, for the command line and for everybody else.
@@ -35,7 +35,7 @@ DEFAULT_MODEL = "paceline-small"
 DEFAULTS = {"model": DEFAULT_MODEL, "drafter": AUTO_DRAFTER}  # of the commands that answer
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
-PANELS = {  # of the help: fields by panel; what is in none stands among the command's own options
+PANELS = {  # of the help: fields by panel; those in none stand among the command's own options
     "Sampling": " ".join(spec.name for spec in fields(SamplingParams)),
     "Speculation": "round verifier budget applications learn",
     "Model": "dtype device exact kernels threads revision offline",
@@ -64,7 +64,7 @@ def one_model(argument: str | None, flag: str | None, default: str | None = None
 def takes(
     *,
     defaults: Mapping[str, Any] | None = None,
-    shown: Mapping[str, str] | None = None,
+    shown_defaults: Mapping[str, str] | None = None,
     without: Collection[str] = (),
     only: Collection[str] = (),
     **configs: type,
@@ -73,7 +73,7 @@ def takes(
 
     Args:
         defaults: other defaults than the dataclass has, by field (the help shows them).
-        shown: words for the help in place of a default, by field.
+        shown_defaults: words for the help in place of a default, by field.
         without: fields for which the command has no use: they get no flag.
         only: the fields that get one; empty: all.
         configs: dataclasses by parameter; the command receives a dict of values in its place.
@@ -83,17 +83,17 @@ def takes(
         hints = get_type_hints(config)
         specs = [spec for spec in fields(config) if spec.metadata.get("cli", True) and spec.name not in without]
         specs = [spec for spec in specs if not only or spec.name in only]
-        groups[parameter] = [_flag(spec, hints[spec.name], defaults or {}, shown or {}) for spec in specs]
+        groups[parameter] = [_flag(spec, hints[spec.name], defaults or {}, shown_defaults or {}) for spec in specs]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            filled = {p: {f.name: read(given.pop(f.name)) for f, read in flags} for p, flags in groups.items()}
-            command(**given, **filled)
+        def run(**values: Any) -> None:
+            filled = {p: {f.name: read(values.pop(f.name)) for f, read in flags} for p, flags in groups.items()}
+            command(**values, **filled)
 
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
-        signature = inspect.Signature([*kept, *(made for flags in groups.values() for made, _ in flags)])
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
+        plain = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters if p.name not in groups]
+        signature = inspect.Signature([*plain, *(flag for flags in groups.values() for flag, _ in flags)])
         del run.__wrapped__  # else inspect looks through to the declared parameters
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
@@ -102,7 +102,7 @@ def takes(
     return decorate
 
 
-def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mapping[str, str]) -> Flag:
+def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown_defaults: Mapping[str, str]) -> Flag:
     flag = spec.metadata.get("flag", "--" + spec.name.replace("_", "-"))
     default = defaults.get(spec.name, ... if spec.default is MISSING else spec.default)
     parser, metavar = None, spec.metadata.get("metavar")
@@ -119,7 +119,7 @@ def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mappi
         *([flag] if "flag" in spec.metadata else ()),
         help=spec.metadata.get("help"),
         metavar=metavar,
-        show_default=shown.get(spec.name) or default is not False,
+        show_default=shown_defaults.get(spec.name) or default is not False,
         parser=parser,
         rich_help_panel=_PANEL_OF.get(spec.name),
     )

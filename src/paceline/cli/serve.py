@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False)
     serve=ServeConfig,
     llm=LLMOptions,
     defaults={**DEFAULTS, "model": None, "max_prompt_rows": "auto"},
-    shown={"model": DEFAULT_MODEL},
+    shown_defaults={"model": DEFAULT_MODEL},
 )
 def serve(
     name: ModelArgument = None,
@@ -57,8 +57,8 @@ def serve(
     log_to_stderr()
     if config.replicas is not None:
         if llm["cluster"] is None:
-            asked = f"--replicas {config.replicas}"
-            raise ConfigError(asked, "no cluster is named", "add --cluster auto (see docs/cluster.md)")
+            subject = f"--replicas {config.replicas}"
+            raise ConfigError(subject, "no cluster is named", "add --cluster auto (see docs/cluster.md)")
         from ..serve import replicas
 
         with config.listen() as held:

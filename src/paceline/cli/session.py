@@ -40,22 +40,22 @@ def open_llm(options: dict[str, Any], sequences: int | None = None) -> LLM:
     return llm
 
 
-def application_named(asked: str | None, loaded: Collection[str]) -> str | None:
+def application_named(requested: str | None, loaded: Collection[str]) -> str | None:
     """Return the application that ``--as`` names: by default the only one that is loaded, else the base model.
 
     Raises:
         ConfigError: several are loaded and none was chosen, or another one was.
     """
-    known = ", ".join([*sorted(loaded), BASE])
-    if asked is None:
+    choices = ", ".join([*sorted(loaded), BASE])
+    if requested is None:
         if len(loaded) > 1:
-            raise ConfigError(f"{len(loaded)} applications", "none was chosen", f"add --as: {known}")
+            raise ConfigError(f"{len(loaded)} applications", "none was chosen", f"add --as: {choices}")
         return next(iter(loaded), None)
-    if asked == BASE:
+    if requested == BASE:
         return None
-    if asked not in loaded:
-        raise ConfigError(f"--as {asked}", "no such application is loaded", f"name one of: {known}")
-    return asked
+    if requested not in loaded:
+        raise ConfigError(f"--as {requested}", "no such application is loaded", f"name one of: {choices}")
+    return requested
 
 
 SAMPLED = {name: None for name in generation.SAMPLED}  # defaults of flags: not given

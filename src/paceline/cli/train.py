@@ -111,18 +111,18 @@ def _command(name: str, kind: RecipeKind) -> None:
         options: dict[str, Any],
         config: dict[str, Any],
     ) -> None:
-        asked = RunConfig(**_given(where))
+        settings = RunConfig(**_given(where))
         job = TrainingJob(
             kind=name,
             options=_given(options),
             config=TrainConfig(**_given(config)),
-            phases=[Phase(rows=asked.rows, length=asked.length)],
+            phases=[Phase(rows=settings.rows, length=settings.length)],
             sources=[_source(text) for text in data],
             held_out=[_source(text) for text in held_out or []],
-            prompt_weight=asked.prompt_weight,
-            **asked.places(),
+            prompt_weight=settings.prompt_weight,
+            **settings.places(),
         )
-        _train(job, asked)
+        _train(job, settings)
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def file(
     where: dict[str, Any],
 ) -> None:
     """Run a recipe file."""
-    asked, made = RunConfig(**where), locate(read_recipe(Path(recipe)), Path(data))
-    _train(TrainingJob.of(made, **asked.places()), asked)
+    settings, recipe_found = RunConfig(**where), locate(read_recipe(Path(recipe)), Path(data))
+    _train(TrainingJob.of(recipe_found, **settings.places()), settings)
 
 
 def _source(text: str) -> SourceSpec:
@@ -206,22 +206,22 @@ def answers(
     from ..adapt.answering import answerer
     from ..api.llm import LLM
 
-    asked = answering.AnswerConfig(**config)
+    settings = answering.AnswerConfig(**config)
     folder = resolve_folder(target)
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise CapabilityError(f"--target {target}", "its tokenizer has no end-of-text token", "name another target")
-    encoder, path = Encoder(tokenizer, asked.piece), Path(out)
+    encoder, path = Encoder(tokenizer, settings.piece), Path(out)
     if path.suffix != ".jsonl":
         raise ConfigError(f"--out {out}", "answers are JSON lines", "name a file that ends in .jsonl")
     with writing(f"--out {out}", "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    llm = LLM(target, max_sequences=batch, max_model_len=asked.piece + 8)
-    answer, mark = answerer(llm, asked.piece, asked.temperature), fingerprint(folder)
+    llm = LLM(target, max_sequences=batch, max_model_len=settings.piece + 8)
+    answer, mark = answerer(llm, settings.piece, settings.temperature), fingerprint(folder)
     for name in data:
         part = path if len(data) == 1 else path.with_name(f"{path.stem}.{Path(name).name.split('.')[0]}{path.suffix}")
         try:
-            count = answering.write(part, SourceSpec(file=name), encoder, asked, answer, mark, batch * 8, note)
+            count = answering.write(part, SourceSpec(file=name), encoder, settings, answer, mark, batch * 8, note)
         except KeyboardInterrupt as stop:
             note(f"stopped; the answers in {part} are kept, continue: {this_command()}")
             raise typer.Exit(INTERRUPTED) from stop

@@ -1,4 +1,4 @@
-"""How often a sequence's prompt and output have each token: what penalties are made of."""
+"""Counts of each token in a sequence's prompt and output, for penalties."""
 
 from __future__ import annotations
 

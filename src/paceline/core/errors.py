@@ -1,4 +1,4 @@
-"""The errors that users see. Each says what was asked, what is wrong and what to do."""
+"""The errors that users see. Each has the request, the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ConfigError(PacelineError, ValueError):
     one ``except`` clause.
 
     Args:
-        asked: what the caller asked for (``"temperature=-1"``).
+        asked: the request (``"temperature=-1"``).
         wrong: why it cannot be done (``"temperature must be 0 or more"``).
         remedy: what to do instead (``"use 0 for greedy decoding"``).
     """
 
-    def __init__(self, asked: str, wrong: str, remedy: str) -> None:
-        super().__init__(f"{asked}: {wrong}. {remedy[:1].upper()}{remedy[1:]}.")
-        self.asked = asked
+    def __init__(self, subject: str, wrong: str, remedy: str) -> None:
+        super().__init__(f"{subject}: {wrong}. {remedy[:1].upper()}{remedy[1:]}.")
+        self.subject = subject
         self.wrong = wrong
         self.remedy = remedy
 
@@ -38,7 +38,7 @@ class CapabilityError(ConfigError):
 
 
 class StorageError(ConfigError):
-    """A disk without room for what is to be kept, or a file that cannot be written: no fault of what was asked for."""
+    """A disk without room for what is to be kept, or a file that cannot be written: not a fault of the request."""
 
 
 class RequestError(PacelineError):
@@ -58,7 +58,7 @@ class RequestError(PacelineError):
 
 
 class QueueFull(PacelineError):
-    """As many requests wait as may: this one was not taken.
+    """Raised when the queue is full: this request was not admitted.
 
     Args:
         waiting: sequences that wait.
@@ -69,8 +69,8 @@ class QueueFull(PacelineError):
         self.waiting = waiting
 
 
-class PassesLost(PacelineError):
-    """What computes passes was lost with its K/V, and comes back: the engine computes all K/V again."""
+class WorkerRestarted(PacelineError):
+    """Raised when a worker was lost with its K/V and restarts: the engine computes all K/V again."""
 
 
 class RankLost(PacelineError):

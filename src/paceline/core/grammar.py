@@ -1,4 +1,4 @@
-"""What an output must be, as a request says it, and what the rules of sampling ask of its parser."""
+"""What an output must be, as a request states it, and what the rules of sampling need of its parser."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Grammar:
         if not self.text and self.kind != "json_object":
             raise ConfigError(f"a {self.kind} grammar", "its text is empty", "give one, or leave the grammar out")
         if len(self.text) > LONGEST:
-            asked = f"a {self.kind} of {len(self.text):,} characters"
-            raise ConfigError(asked, f"at most {LONGEST:,} are read", "give a smaller one")
+            subject = f"a {self.kind} of {len(self.text):,} characters"
+            raise ConfigError(subject, f"at most {LONGEST:,} are read", "give a smaller one")
 
     @classmethod
     def read(cls, value: Any) -> Grammar | None:
@@ -64,7 +64,10 @@ class Grammar:
 
 
 class Matcher(Protocol):
-    """A grammar next to one output. Each answer is a function of the ids that are given, whatever was asked before."""
+    """A grammar next to one output.
+
+    Each answer is a function of the ids that are given, whatever was computed before.
+    """
 
     fault: Exception | None  # why it could not answer once: drafts under it have ended
 
@@ -81,4 +84,4 @@ class Matcher(Protocol):
         """Return which paths the grammar allows after an output; none where that cannot be determined."""
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that every text that the grammar allows begins with, as far as they can be found out."""
+        """Return the tokens that begin every text that the grammar allows, where they are known."""

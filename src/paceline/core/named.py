@@ -37,8 +37,8 @@ class NamedConfig:
         """Refuse option ``name`` with the sentence ``rule`` unless the condition holds."""
         if not holds:
             value = getattr(self, name)
-            asked = f"{self.kind},{name}={written(value) if isinstance(value, tuple) else shown(value)}"
-            raise ConfigError(asked, f"{name} {rule}", remedy_of(type(self), name))
+            subject = f"{self.kind},{name}={written(value) if isinstance(value, tuple) else shown(value)}"
+            raise ConfigError(subject, f"{name} {rule}", remedy_of(type(self), name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,68 +51,68 @@ class OptionRow:
     help: str
 
 
-def made(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]) -> Any:
+def read_config(subject: str, chosen: type[NamedConfig], options: Sequence[tuple[str, str]]) -> Any:
     """Return a config from options as they are written.
 
     Args:
-        asked: what the user gave, for messages.
+        subject: what the user gave, for messages.
         chosen: its class.
-        given: names and values of options.
+        options: names and values of options.
 
     Raises:
         ConfigError: an unknown option, one that lacks, a value of the wrong type or out of bounds.
         CapabilityError: an option that this one cannot have, see `NamedConfig.refuses`.
     """
-    values = _read_options(asked, chosen, given)
+    values = _read_options(subject, chosen, options)
     for field in fields(chosen):
         if field.default is MISSING and field.name not in values:
             form = ":MODEL" if field.name == "model" else f",{field.name}=..."
-            raise ConfigError(asked, f"{chosen.kind} needs {field.name}", f"write {chosen.kind}{form}")
+            raise ConfigError(subject, f"{chosen.kind} needs {field.name}", f"write {chosen.kind}{form}")
     return chosen(**values)
 
 
-def pairs(asked: str, chosen: type[NamedConfig], rest: str | None) -> list[tuple[str, str]]:
+def pairs(subject: str, chosen: type[NamedConfig], rest: str | None) -> list[tuple[str, str]]:
     """Return ``option=value,option=value``; a tuple is written ``<1,1,3>``; None: there are none."""
-    found = []
+    options = []
     for item in [] if rest is None else re.split(r",(?![^<]*>)", rest):
         key, equals, text = (part.strip() for part in item.partition("="))
         if not key or not equals:
-            known = list(hints(chosen))
-            remedy = f"its options are {', '.join(known)}" if known else f"{chosen.kind} has no options"
-            raise ConfigError(asked, f"{item!r} is not option=value", remedy)
-        found.append((key, text))
-    return found
+            known_names = list(hints(chosen))
+            remedy = f"its options are {', '.join(known_names)}" if known_names else f"{chosen.kind} has no options"
+            raise ConfigError(subject, f"{item!r} is not option=value", remedy)
+        options.append((key, text))
+    return options
 
 
-def _read_options(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    known = hints(chosen)
+def _read_options(subject: str, chosen: type[NamedConfig], options: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    types = hints(chosen)
     values: dict[str, Any] = {}
-    for key, text in given:
+    for key, text in options:
         if key in chosen.refuses:
             why, remedy = chosen.refuses[key]
-            raise CapabilityError(asked, f"{chosen.kind} {why}", remedy)
-        if key not in known:
-            raise ConfigError(asked, f"{chosen.kind} has no option {key!r}", suggest(key, list(known), "option"))
+            raise CapabilityError(subject, f"{chosen.kind} {why}", remedy)
+        if key not in types:
+            raise ConfigError(subject, f"{chosen.kind} has no option {key!r}", suggest(key, list(types), "option"))
         if key in values:
-            raise ConfigError(asked, f"{key} is given twice", "give it once")
+            raise ConfigError(subject, f"{key} is given twice", "give it once")
         try:
-            values[key] = read(text, known[key])
+            values[key] = read(text, types[key])
         except ValueError as error:
-            wrong = f"{key} takes {type_name(known[key])}, not {shown(text)}"
-            raise ConfigError(asked, wrong, remedy_of(chosen, key)) from error
+            wrong = f"{key} takes {type_name(types[key])}, not {shown(text)}"
+            raise ConfigError(subject, wrong, remedy_of(chosen, key)) from error
     return values
 
 
 def option_rows(chosen: type[NamedConfig]) -> Iterator[OptionRow]:
     """Yield the options of a config class."""
-    known = hints(chosen)
+    types = hints(chosen)
     for spec in fields(chosen):
         value = "required" if spec.default is MISSING else written(spec.default)
         about = spec.metadata.get("help", "")
-        yield OptionRow(name=spec.name, type=type_name(known[spec.name]), default=value, help=about)
+        yield OptionRow(name=spec.name, type=type_name(types[spec.name]), default=value, help=about)
 
 
 def hints(chosen: type[NamedConfig]) -> dict[str, Any]:
     """Return the options' types."""
-    found = get_type_hints(chosen)
-    return {spec.name: found[spec.name] for spec in fields(chosen)}
+    all_hints = get_type_hints(chosen)
+    return {spec.name: all_hints[spec.name] for spec in fields(chosen)}

@@ -1,6 +1,6 @@
 """The fields of a config dataclass: what each may hold, declared once for text, files and Python.
 
-A field comes from `option`. Its type hint says which values fit, strictly: no number is taken for a truth value, no
+A field comes from `option`. Its type hint states which values fit, strictly: no number is taken for a truth value, no
 text for a number. pydantic checks hints and bounds; `check` turns what it finds into a `ConfigError`.
 """
 
@@ -73,8 +73,8 @@ def check(config: Any, prefix: str = "") -> None:
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
         name = str(faults[0]["loc"][0])
-        own = [fault for fault in faults if fault["loc"][0] == name]
-        raise _refusal(config, prefix, name, own) from None
+        faults_of_field = [fault for fault in faults if fault["loc"][0] == name]
+        raise _refusal(config, prefix, name, faults_of_field) from None
 
 
 @cache
@@ -121,15 +121,15 @@ def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigEr
     """Return the error of one field's faults."""
     value = getattr(config, name)
     rules = type(config).__dataclass_fields__[name].metadata
-    asked, remedy = f"{prefix}{name}={shown(value)}", remedy_of(type(config), name)
+    subject, remedy = f"{prefix}{name}={shown(value)}", remedy_of(type(config), name)
     limit = next(filter(None, map(_limit, faults)), None)
     if "takes" not in rules and limit:
-        return ConfigError(asked, f"{name} must be {limit}", remedy)
+        return ConfigError(subject, f"{name} must be {limit}", remedy)
     if rules.get("choices") and isinstance(value, str):
         unknown = rules.get("unknown", f"there is no such {name}")
-        return ConfigError(asked, unknown, f"use one of: {', '.join(filter(None, rules['choices']))}")
+        return ConfigError(subject, unknown, f"use one of: {', '.join(filter(None, rules['choices']))}")
     kind = type_name(get_type_hints(type(config))[name])
-    return ConfigError(asked, rules.get("takes") or f"{name} takes {kind}", remedy)
+    return ConfigError(subject, rules.get("takes") or f"{name} takes {kind}", remedy)
 
 
 def remedy_of(config_class: type[Any], name: str) -> str:
@@ -192,14 +192,14 @@ def named_values(flag: str, pairs: Iterable[str]) -> dict[str, str]:
     Raises:
         ConfigError: text of another form, or a name twice; ``flag`` is what the text was given for.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = (part.strip() for part in pair.partition("="))
-        if not (name and equals and value) or name in found:
-            wrong = "the name is there twice" if name in found else "not a name and a value"
+        if not (name and equals and value) or name in values:
+            wrong = "the name is there twice" if name in values else "not a name and a value"
             raise ConfigError(f"{flag} {pair}", wrong, f"write {flag} NAME=VALUE, each name once")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def written(value: Any) -> str:
@@ -231,12 +231,12 @@ def _plain_name(kind: Any) -> str:
         return f"<{_plain_name(inner[0])},...>"
     if origin in (dict, Mapping):
         return f"a mapping from {type_name(inner[0])} to {type_name(inner[1])}"
-    known = {NoneType: "none", bool: "true or false", int: "integer", float: "number", str: "text"}
-    return known.get(kind) or str(getattr(kind, "__name__", kind))
+    plain_names = {NoneType: "none", bool: "true or false", int: "integer", float: "number", str: "text"}
+    return plain_names.get(kind) or str(getattr(kind, "__name__", kind))
 
 
 class _ShortRepr(reprlib.Repr):
-    """A repr that asks no more of a value than a message can show."""
+    """A repr limited to what a message can show."""
 
     def repr_int(self, value: int, level: int) -> str:
         if abs(value) > 10**40:  # more digits than Python may be willing to write
@@ -254,15 +254,15 @@ _SHOWN = _ShortRepr()
 _SHOWN.maxlevel, _SHOWN.maxstring = 4, SHOWN
 
 
-def suggest(word: str, known: Iterable[str], what: str) -> str:
+def suggest(word: str, candidates: Iterable[str], what: str) -> str:
     """Return what to write in place of a word that is not known, of those that are."""
-    listed = list(known)
+    listed = list(candidates)
     return f"{did_you_mean(word, listed)}Known {what}s: {', '.join(listed) or 'none'}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return a question that names the known word closest to ``word``, or nothing where none is close."""
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word, candidates, n=1)
     return f"Did you mean {close[0]!r}? " if close else ""
 
 

@@ -11,7 +11,7 @@ from .trace import Shown
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # "error": see `CompletionOutput.error`
 StopReason = int | str | None  # the stop id or the stop string; None for EOS and "length"
-Origin = Literal["drafted", "target"]
+TokenOrigin = Literal["drafted", "target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None  # None: it continues
     stop_reason: StopReason
-    logprobs: list[dict[int, Logprob]] | None  # one a token; None unless asked for
-    cumulative_logprob: float | None  # of the chosen tokens; None unless asked for, and where some are not known
-    origins: list[Origin]  # one a token: drafted and accepted, or the target's own choice
+    logprobs: list[dict[int, Logprob]] | None  # one a token; None unless requested
+    cumulative_logprob: float | None  # of the chosen tokens; None unless requested, and where some are not known
+    origins: list[TokenOrigin]  # one a token: drafted and accepted, or the target's own choice
     seed: int  # with it, the same request gives the same tokens
     error: str | None = None  # what ended it, where finish_reason is "error"
 
@@ -46,12 +46,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class Chunk(CompletionOutput):
-    """What is new in a sample of a streamed answer."""
+    """Describe what is new in a sample of a streamed answer."""
 
     request_id: str = ""
     prompt_token_ids: tuple[int, ...] = ()
     output: RequestOutput | None = None  # the whole answer, with the last chunk of all
-    shown: Shown | None = None  # None: the request did not ask for it, or nobody serves it
+    shown: Shown | None = None  # None: the request does not include it, or nothing serves it
 
 
 @dataclass(slots=True)

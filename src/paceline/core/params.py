@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen, as its user says it.
+"""How the tokens of a request are chosen, as the user states it.
 
 A field of `SamplingParams` is declared once: the command line and the HTTP server read its declaration.
 """
@@ -27,7 +27,7 @@ Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS), IsNumber()]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, when its output ends, and what is reported.
+    """Describe how the tokens of a request are chosen, when its output ends, and what is reported.
 
     Names and meanings follow vLLM's. All of them give the same tokens with and without speculation.
 

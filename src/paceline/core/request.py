@@ -41,12 +41,12 @@ def find_stop(stops: Sequence[str], text: str, new: int) -> tuple[int, str] | No
     First means the one that ends first, as if the text had come character by character, so the answer does not depend
     on where tokens begin; of two that end together, the longer.
     """
-    found = []
+    matches = []
     for stop in stops:
         start = text.find(stop, max(0, len(text) - new - len(stop) + 1))
         if start >= 0:
-            found.append((start + len(stop), start, stop))
-    return min(found)[1:] if found else None
+            matches.append((start + len(stop), start, stop))
+    return min(matches)[1:] if matches else None
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -117,8 +117,8 @@ class StopChecker:
         stream: TextStream | None,
     ) -> None:
         if params.stop_strings and stream is None:
-            asked = f"stop={params.stop!r} without a tokenizer"
-            raise ConfigError(asked, "stop strings are found in text", "use stop_token_ids, or load a tokenizer")
+            subject = f"stop={params.stop!r} without a tokenizer"
+            raise ConfigError(subject, "stop strings are found in text", "use stop_token_ids, or load a tokenizer")
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -180,10 +180,10 @@ class StopChecker:
             raise RuntimeError("this output has ended: nothing can follow it")
         if self.pass_over(tokens):
             return len(tokens), None, None
-        for kept, token in enumerate(tokens, start=1):
+        for count, token in enumerate(tokens, start=1):
             self._take(token)
             if self.finished:
-                return kept, self.finish_reason, self.stop_reason
+                return count, self.finish_reason, self.stop_reason
         return len(tokens), None, None
 
     def pass_over(self, tokens: Sequence[int]) -> bool:
@@ -220,9 +220,9 @@ class StopChecker:
         if not (piece and armed and self._longest):
             return
         begin = max(0, self._text.length - len(piece) - self._longest)
-        found = find_stop(self._stops, self._text.slice(begin, self._text.length), len(piece))
-        if found:
-            start, stop = found
+        match = find_stop(self._stops, self._text.slice(begin, self._text.length), len(piece))
+        if match:
+            start, stop = match
             self._text.cut(begin + start + (len(stop) if self._keeps_stop_string else 0))
             self.finish_reason, self.stop_reason = "stop", stop
 
@@ -243,7 +243,7 @@ def token_logprobs(
     Args:
         logits: [n, V]; raw or processed, as the request wants it.
         chosen: [n] int64.
-        k: likeliest tokens wanted beside the chosen one; 0: only that one.
+        k: likeliest tokens wanted next to the chosen one; 0: only that one.
         decode: turns one id into text for ``Logprob.decoded``.
 
     Returns:

@@ -27,7 +27,7 @@ from .params import refuse
 from .tree import padded_paths
 from .truncation import keep_min_p, keep_top_k, keep_top_p
 
-BEHIND = 2.0  # nats, by which candidates that a draft's own truncation leaves out come behind the others
+BEHIND = 2.0  # nats, by which candidates that a draft's own truncation leaves out come after the others
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One sequence
@@ -45,7 +45,7 @@ _Step = Callable[[Tensor, "Tensor | None"], object]  # (logits [n, V], paths [n,
 class SequenceSampler:
     """The sampling rules and the noise of one sequence (one of the n samples of a request).
 
-    A *row* is a position where a next token is chosen. ``paths`` says which drafted tokens lie between the committed
+    A *row* is a position where a next token is chosen. ``paths`` states which drafted tokens lie between the committed
     output and the row: None if there are none, else int64 [n, D], -1 padded, from below the root
     down to and including the row's own node. A row's output is the committed output and its path.
 
@@ -108,11 +108,11 @@ class SequenceSampler:
     def rules(self) -> bytes:
         """Return ``struct Rules`` of compiled code: of temperature, truncations and a grammar's masks alone."""
         if self._rules is None or self._rules[0] != len(self._steps):
-            p, known = self.params, len(self._steps) == self._truncations + (self.matcher is not None)
+            p, compiled = self.params, len(self._steps) == self._truncations + (self.matcher is not None)
             min_p = math.log(p.min_p) if p.min_p > 0 else 1.0
             key = noise.key(self.seed, self.sample_index, noise.TARGET)
-            made = RULES.pack(key, p.temperature if known else -1.0, p.top_k, p.top_p, min_p)
-            self._rules = len(self._steps), made
+            packed = RULES.pack(key, p.temperature if compiled else -1.0, p.top_k, p.top_p, min_p)
+            self._rules = len(self._steps), packed
         return self._rules[1]
 
     @property
@@ -143,8 +143,8 @@ class SequenceSampler:
             temperature and the truncations, which cannot change an argmax, are left out.
         """
         if logits.shape[-1] != self.vocab_size:
-            asked = f"sampling from logits of width {logits.shape[-1]}"
-            raise CapabilityError(asked, f"the vocabulary has {self.vocab_size} tokens", "cut or pad the logits")
+            subject = f"sampling from logits of width {logits.shape[-1]}"
+            raise CapabilityError(subject, f"the vocabulary has {self.vocab_size} tokens", "cut or pad the logits")
         wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         if not self._steps:
             return wide
@@ -153,7 +153,7 @@ class SequenceSampler:
         try:
             for step in self._steps:
                 step(result, paths)
-        except Exception as error:  # noted: whoever asked, a drafter for one, is not to blame
+        except Exception as error:  # noted: whoever requested it, a drafter for one, is not to blame
             self.fault = error
             raise
         return result
@@ -172,7 +172,7 @@ class SequenceSampler:
     def candidates(
         self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool
     ) -> Tensor:
-        """Return [n, V]: what candidates of another network for this sequence's next token are ranked by.
+        """Return [n, V]: scores that rank candidates of another network for this sequence's next token.
 
         Like `ranked`, but tokens that top-k, top-p or min-p exclude come `BEHIND` the others and not out: the target's
         own truncation may keep them.
@@ -188,7 +188,7 @@ class SequenceSampler:
         return ranked + self.noise(positions, device=ranked.device) if noisy else ranked
 
     def ranked(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool) -> Tensor:
-        """Return [n, V]: what drafts are ranked by, before a softmax: `scores` (``noisy``) or `process`.
+        """Return [n, V]: scores that rank drafts, before a softmax: `scores` (``noisy``) or `process`.
 
         Args:
             logits: [n, V] of the drafting network.
@@ -223,11 +223,11 @@ class SequenceSampler:
             device: where the noise is wanted; by default where ``positions`` is, or the CPU.
         """
         device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
-        wanted = _as_list(positions)
-        rows = self._cached_noise(wanted, device)
+        places = _as_list(positions)
+        rows = self._cached_noise(places, device)
         if len(rows) == 1:
-            return rows[wanted[0]].expand(len(wanted), -1)
-        return torch.stack([rows[p] for p in wanted]) if wanted else torch.empty(0, self.vocab_size, device=device)
+            return rows[places[0]].expand(len(places), -1)
+        return torch.stack([rows[p] for p in places]) if places else torch.empty(0, self.vocab_size, device=device)
 
     def draft_noise(
         self,
@@ -271,11 +271,11 @@ class SequenceSampler:
         rows = {p: self._noise_rows.get((device, p)) for p in positions}
         missing = [p for p, row in rows.items() if row is None]
         keys = self._keys(noise.TARGET, missing, [0] * len(missing))
-        made = dict(zip(missing, noise.gumbel_rows(keys, self.vocab_size, device), strict=True))
-        self._noise_rows.update({(device, p): row for p, row in made.items()})
+        fresh = dict(zip(missing, noise.gumbel_rows(keys, self.vocab_size, device), strict=True))
+        self._noise_rows.update({(device, p): row for p, row in fresh.items()})
         while len(self._noise_rows) > _CACHED_ROWS:
             self._noise_rows.pop(next(iter(self._noise_rows)))
-        return {p: made[p] if row is None else row for p, row in rows.items()}
+        return {p: fresh[p] if row is None else row for p, row in rows.items()}
 
     def _keys(self, domain: int, positions: list[int], branches: list[int]) -> list[int]:
         base = (self.seed, self.sample_index, domain)
@@ -345,9 +345,9 @@ class SequenceSampler:
             allowed = self.matcher([*output, *path])
             row.masked_fill_(~allowed.to(row.device), -math.inf)
             if not bool((row > -math.inf).any()):
-                asked = f"a grammar mask after {len(output) + len(path)} tokens"
+                subject = f"a grammar mask after {len(output) + len(path)} tokens"
                 wrong = "it allows no token at all, or only those that min_tokens rules out"
-                raise ConfigError(asked, wrong, "let the grammar allow EOS where it ends")
+                raise ConfigError(subject, wrong, "let the grammar allow EOS where it ends")
 
 
 # `Rules` in kernels/cpp/kernels/abi.h. A temperature of -1: other rules; min_p: its logarithm, 1: none.
@@ -364,9 +364,9 @@ def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int],
             if not 0 <= token < vocab_size:
                 refuse(name, token, f"the vocabulary has {vocab_size} tokens", remedy)
     for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
-        if wanted is not None and wanted > vocab_size:
-            refuse(name, wanted, f"the vocabulary has {vocab_size} tokens", f"ask for {vocab_size} at most")
+        value = getattr(params, name)
+        if value is not None and value > vocab_size:
+            refuse(name, value, f"the vocabulary has {vocab_size} tokens", f"ask for {vocab_size} at most")
     if params.min_tokens > 0 and enders == vocab_size:
         wrong = f"EOS and the stop ids, which it rules out, are all {vocab_size} tokens of the vocabulary"
         refuse("min_tokens", params.min_tokens, wrong, "use min_tokens=0, or fewer stop_token_ids")

@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .outputs import CompletionOutput, Logprob, Origin
+from .outputs import CompletionOutput, Logprob, TokenOrigin
 from .request import DecodeToken, StopChecker
 from .sampling import SamplingParams, SequenceSampler
 from .stats import SpecStats
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ..model.applications import Application
 
 Part = TypeVar("Part", bound=CompletionOutput)
-_DRAFTED: tuple[Origin, ...] = ("drafted",)
-_TARGET: tuple[Origin, ...] = ("target",)
+_DRAFTED: tuple[TokenOrigin, ...] = ("drafted",)
+_TARGET: tuple[TokenOrigin, ...] = ("target",)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,13 +31,13 @@ class Sequence:
     sampler: SequenceSampler  # sampling rules and noise; has the same list of tokens
     max_len: int | None = None  # prompt and output together cannot grow beyond this
     application: Application | None = None  # whose adapters its rows have; None: the base model
-    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
+    sources: frozenset[int] | None = None  # marks of the drafters that are called for it; None: all
     prediction: abc.Sequence[int] = ()  # text that the output is likely to repeat
     fault: Exception | None = None  # its sampling rules, text or stop rules failed: the step ends it with this
     request_id: str = ""
     priority: int = 0  # lower ones are served first and preempted last
     checker: StopChecker = field(init=False)  # stop rules; none in a draft session
-    origins: list[Origin] = field(default_factory=list)  # one per output token
+    origins: list[TokenOrigin] = field(default_factory=list)  # one per output token
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token; empty unless requested
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)  # [0] is None: nothing precedes it
     stats: SpecStats = field(default_factory=SpecStats)
@@ -88,7 +88,7 @@ class Sequence:
         Args:
             tokens: accepted drafts, then the target's own next token.
             drafted: how many of them were drafted.
-            logprobs: one a token, where the request asked for them.
+            logprobs: one a token, where the request includes them.
 
         Returns:
             How many tokens were kept. If text or stop rules fail at one, those before it are kept, and `fault` is set.
@@ -98,13 +98,13 @@ class Sequence:
             self.checker.feed(tokens)
         except Exception as error:
             self.fault = error
-        kept = self.checker.num_tokens - before
+        emitted = self.checker.num_tokens - before
         if logprobs:
-            self.logprobs += logprobs[:kept]
-        drafted = min(kept, drafted)
-        self.origins += _DRAFTED * drafted + _TARGET * (kept - drafted)
-        self.sampler.commit(tokens[:kept])
-        return kept
+            self.logprobs += logprobs[:emitted]
+        drafted = min(emitted, drafted)
+        self.origins += _DRAFTED * drafted + _TARGET * (emitted - drafted)
+        self.sampler.commit(tokens[:emitted])
+        return emitted
 
     def emit_plain(self, tokens: abc.Sequence[int]) -> bool:
         """Append one token that was not drafted, as `emit` does; False: it needs more than that, nothing was done."""
@@ -131,8 +131,8 @@ class Sequence:
         """
         ids, logprobs = self.tokens[self.prompt_len + tokens :], self.logprobs[tokens:]
         requested = self.params.logprobs is not None
-        known = requested and all(logprobs)  # those of tokens that another engine emitted are empty
-        total = sum(row[t].logprob for row, t in zip(logprobs, ids, strict=True)) if known else None
+        complete = requested and all(logprobs)  # those of tokens that another engine emitted are empty
+        total = sum(row[t].logprob for row, t in zip(logprobs, ids, strict=True)) if complete else None
         return kind(
             index=self.sampler.sample_index,
             text=self.checker.stable_text(chars),

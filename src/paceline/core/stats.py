@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class SourceStats:
-    """What one proposer contributed."""
+    """Describe what one proposer contributed."""
 
     drafted: int = 0
     accepted: int = 0
@@ -127,8 +127,8 @@ class SpecStats:
             of_depth[depth] += 1
             kept_at[depth] += depth < accepted
         if sources:
-            for name, (proposed, kept) in sources.items():
-                self.sources.setdefault(name, SourceStats()).add(proposed, kept)
+            for name, (proposed, accepted_here) in sources.items():
+                self.sources.setdefault(name, SourceStats()).add(proposed, accepted_here)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -176,8 +176,8 @@ class SpecStats:
         """Return fields and derived figures, ready for JSON."""
         derived = ("mean_accepted_length", "acceptance_rate", "depth_acceptance", "tokens_per_second")
         rows = {str(drafted): row for drafted, row in sorted(self.accepted_by_drafted.items())}
-        own = asdict(self) | {"accepted_by_drafted": rows}
-        return own | {name: getattr(self, name) for name in derived}
+        counts = asdict(self) | {"accepted_by_drafted": rows}
+        return counts | {name: getattr(self, name) for name in derived}
 
     def headline(self, samples: int = 1) -> str:
         """Return speed, tokens a pass and the prompt's time: ``84 tokens/s, 1.95 tokens a pass, prompt 36 in 0.1 s``.
@@ -218,8 +218,8 @@ def _added(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:
-    known = [t for t in (a, b) if t is not None]
-    return min(known) if known else None
+    times = [t for t in (a, b) if t is not None]
+    return min(times) if times else None
 
 
 _LISTS = ("accepted_histogram", "depth_offered", "depth_accepted")

@@ -1,4 +1,4 @@
-"""What one step did for one sequence, kept where its request asks to see it."""
+"""What one step did for one sequence, kept where its request includes a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepTrace:
     emitted: int  # tokens that it added: those of `path`, then the target's own, cut by the stop rules
     tokens: Sequence[int]  # [N]
     parents: Sequence[int]  # [N]; -1 for the root
-    sources: Sequence[str]  # [N] who proposed each; "" for the root
+    sources: Sequence[str]  # [N] which source proposed each; "" for the root
     scores: Sequence[float] | None  # [N] cumulative log q, 0 for the root; None: the drafter gives none
     path: Sequence[int]  # the accepted nodes
     allowed: int  # nodes that the budget allowed, before it chose among what was proposed
@@ -27,8 +27,8 @@ class StepTrace:
 
     def origins(self) -> list[tuple[str | None, int]]:
         """Return for each emitted token its proposer (None: it is the target's own) and its depth (0)."""
-        found: list[tuple[str | None, int]] = [(self.sources[n], d) for d, n in enumerate(self.path, 1)]
-        return (found + [(None, 0)])[: self.emitted]
+        path_origins: list[tuple[str | None, int]] = [(self.sources[n], d) for d, n in enumerate(self.path, 1)]
+        return (path_origins + [(None, 0)])[: self.emitted]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, ready for JSON."""
@@ -37,7 +37,7 @@ class StepTrace:
 
 @dataclass(slots=True)
 class Shown:
-    """Where the tokens of a chunk come from, where a request to a server asks for it."""
+    """Describe where the tokens of a chunk come from, where a request to a server requests it."""
 
-    origins: list[tuple[str, str | None, int]]  # of a token its text, who proposed it (None: the target), its depth (0)
-    steps: list[dict[str, Any]] | None  # `StepTrace.as_dict` with the ``texts`` of its tokens; None: not asked for
+    origins: list[tuple[str, str | None, int]]  # by token: text, source (None: the target), its depth (0)
+    steps: list[dict[str, Any]] | None  # `StepTrace.as_dict` with the ``texts`` of its tokens; None: not requested

@@ -31,7 +31,7 @@ class TokenTree:
 
     tokens: list[list[int]]
     parents: list[list[int]]  # parent index < own index; `PADDING` for the root
-    sources: list[list[int]]  # who proposed each node, 0 .. 255 (statistics); the root's has no meaning
+    sources: list[list[int]]  # which source proposed each node, 0 .. 255 (statistics); the root's has no meaning
     counts: list[int]  # nodes of each, the root included
     scores: list[list[float]] | None = None  # cumulative log q along the path, 0 for the root; ranks nodes
     q: Tensor | None = None  # [B, N, V] for sampled drafts: what the children of each node were drawn from, siblings
@@ -86,7 +86,7 @@ class TokenTree:
 
     # ---- operations
 
-    def kept(self, nodes: Sequence[Sequence[int]]) -> TokenTree:
+    def subset(self, nodes: Sequence[Sequence[int]]) -> TokenTree:
         """Return only the ``nodes`` of each tree, ascending, the root and every kept node's parent among them.
 
         q is dropped: a choice among drawn tokens changes their distribution, even where it keeps all of them.
@@ -114,7 +114,7 @@ class TokenTree:
         return self._depths
 
     def ancestor_mask(self, b: int) -> Tensor:
-        """Return [n, n] bool of request ``b``: [i, j] says that node j is i itself or one of its ancestors.
+        """Return [n, n] bool of request ``b``: [i, j] whether node j is i itself or one of its ancestors.
 
         Only the tree: whatever comes before the root is visible to every node anyway.
         """
@@ -170,7 +170,7 @@ def _no_tree(wrong: str) -> ConfigError:
 
 
 def _picked(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:
-    return [[row[n] for n in own] for row, own in zip(rows, nodes, strict=True)]
+    return [[row[n] for n in indices] for row, indices in zip(rows, nodes, strict=True)]
 
 
 def depths_below(parents: Sequence[int]) -> list[int]:

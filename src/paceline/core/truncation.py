@@ -33,8 +33,8 @@ def keep_top_p(logits: Tensor, top_p: float) -> None:
     """
     vocab_size = logits.shape[-1]
     if vocab_size > 1 << _ID_BITS:
-        asked = f"top_p with a vocabulary of {vocab_size}"
-        raise CapabilityError(asked, f"ids above {1 << _ID_BITS} do not fit the sort key", "use top_k or min_p")
+        subject = f"top_p with a vocabulary of {vocab_size}"
+        raise CapabilityError(subject, f"ids above {1 << _ID_BITS} do not fit the sort key", "use top_k or min_p")
     relative = (logits - logits.amax(dim=-1, keepdim=True)).double().exp_()
     weights = relative.mul_(2.0**_WEIGHT_BITS).round_().to(torch.int64)  # [n, V]
     limit = weights.sum(dim=-1, keepdim=True).double() * top_p  # [n, 1]
@@ -58,8 +58,8 @@ def _last_needed(ordered: Tensor, limit: Tensor) -> Tensor:
     """Return the last of the descending keys [n, K] before which the weights have not yet reached the limit."""
     weights = ordered >> _ID_BITS
     before = weights.cumsum(dim=-1) - weights
-    kept = (before < limit).sum(dim=-1, keepdim=True).clamp_(min=1)  # [n, 1]
-    return ordered.gather(-1, kept - 1)
+    count = (before < limit).sum(dim=-1, keepdim=True).clamp_(min=1)  # [n, 1]
+    return ordered.gather(-1, count - 1)
 
 
 def keep_min_p(logits: Tensor, min_p: float) -> None:

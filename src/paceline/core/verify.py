@@ -54,7 +54,7 @@ def rejection(
     renormalised. If all fail, the correction comes from the last p. Below a leaf the bonus comes from p itself.
 
     Args:
-        tree: sampled drafts; ``tree.q`` says what they were drawn from.
+        tree: sampled drafts; ``tree.q`` states what they were drawn from.
         p: [B, N, V] float, the target's distribution after each node; rows at padding are not read.
         accept_uniform: [B, N] in [0, 1), decides on each node.
         residual_gumbel: noise for the correction or bonus.
@@ -138,12 +138,12 @@ def lossy_stream_rejection(
         p_token = p[b, above, tokens].double()
         log_q = [score - scores[parent] for score, parent in zip(scores, above, strict=True)]
         q_token = torch.tensor(log_q, dtype=torch.float64, device=p.device).exp()
-        taken = (accept_uniform[b, : len(tokens)].double() * q_token < p_token).tolist()
-        found: list[list[int] | None] = [[]]  # the accepted path to each node
+        passed = (accept_uniform[b, : len(tokens)].double() * q_token < p_token).tolist()
+        accepted_paths: list[list[int] | None] = [[]]  # the accepted path to each node
         for node in range(1, len(tokens)):
-            before = found[parents[node]]
-            found.append([*before, node] if taken[node] and before is not None else None)
-        paths.append(max((path for path in found if path is not None), key=len))
+            before = accepted_paths[parents[node]]
+            accepted_paths.append([*before, node] if passed[node] and before is not None else None)
+        paths.append(max((path for path in accepted_paths if path is not None), key=len))
     frontier = torch.tensor([path[-1] if path else 0 for path in paths], device=p.device)
     rows = p[torch.arange(len(paths), device=p.device), frontier].double()
     return [*zip(paths, _draw(rows, frontier, residual_gumbel), strict=True)]
@@ -238,10 +238,10 @@ def _reject_tree(drafts: _Drafts) -> list[Accepted]:
             siblings = siblings.scatter(1, child[:, None], False)
             token = drafts.tokens.gather(1, child[:, None])  # [B, 1]
             chance = drafts.uniform.gather(1, child[:, None]) * draft.gather(1, token) < target.gather(1, token)
-            taken = is_open & chance.squeeze(1)
-            refused = (is_open & ~taken)[:, None]
-            frontier = torch.where(taken, child, frontier)
-            accepted = accepted | taken
+            chosen = is_open & chance.squeeze(1)
+            refused = (is_open & ~chosen)[:, None]
+            frontier = torch.where(chosen, child, frontier)
+            accepted = accepted | chosen
             target = torch.where(refused, _positive_part(target, draft), target)
             draft = torch.where(refused, _without(draft, token), draft)
         leftover = torch.where((alive & ~accepted)[:, None], target, leftover)

@@ -1,4 +1,4 @@
-"""Drafters that `paceline adapt` made for a model: a folder whose `SETTINGS` say how it is drafted with.
+"""Drafters that `paceline adapt` made for a model: a folder whose `SETTINGS` have the options.
 
 The folder is a drafter's name of its own (``--drafter FOLDER``), and ``auto`` finds the last one that was made for a
 model by the fingerprint of the model's weights: a file in the user's cache names the folder.
@@ -32,20 +32,20 @@ def is_adapted(text: str) -> bool:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what a folder's settings say.
+    """Return a folder's settings.
 
     Raises:
         ConfigError: they cannot be read, or are of another format.
     """
     try:
-        found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        texts = [found[name] for name in ("drafter", "target", "fingerprint", "dtype")]
-        if found["format"] != FORMAT or not all(isinstance(text, str) for text in texts):
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        texts = [settings[name] for name in ("drafter", "target", "fingerprint", "dtype")]
+        if settings["format"] != FORMAT or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"not of format {FORMAT}")
-        dict(found["files"])
+        dict(settings["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"drafter {folder}", f"{SETTINGS} in it cannot be read ({error!r})", _REMEDY) from error
-    values: dict[str, Any] = found
+    values: dict[str, Any] = settings
     return values
 
 
@@ -77,11 +77,11 @@ def named(text: str) -> str:
     return drafter.replace(HERE, str(folder / WEIGHTS))
 
 
-def check_path(asked: str, folder: Path) -> None:
+def check_path(subject: str, folder: Path) -> None:
     """Raise ConfigError where a folder's path cannot stand in a drafter's text."""
     if odd := sorted(REFUSED & {*str(folder)}):
         wrong = f"its path holds {odd[0]!r}, which means something in a drafter's name"
-        raise ConfigError(asked, wrong, "use a folder of another name")
+        raise ConfigError(subject, wrong, "use a folder of another name")
 
 
 def _hash(file: Path) -> str:
@@ -115,7 +115,7 @@ def any_made() -> bool:
     return place is not None and place.is_dir() and any(place.iterdir())
 
 
-def found(model: Path, dtype: str) -> str | None:
+def find(model: Path, dtype: str) -> str | None:
     """Return the folder that was last made for a model's weights in this dtype, if it is still there.
 
     None: there is none.

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each place ahead, best first, and their log q
-LevelScores = Tensor | Levels  # logits [depth, V], or the same in short
+LevelScores = Tensor | Levels  # logits [depth, V], or the same truncated
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """What a drafter needs and what it can do. Declared once, checked at start-up."""
+    """Describe what a drafter needs and what it can do. Declared once, checked at start-up."""
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose outputs it reads; -1 is the last, before the final norm
-    past: int | None = 0  # last tokens of a text whose taps it needs; 0: those of the root and behind it; None: all
-    network: bool = False  # runs a network: its time is no trifle, and it heeds `DraftRequest.floor`
+    past: int | None = 0  # last tokens of a text whose taps it needs; 0: those of the root and after it; None: all
+    network: bool = False  # runs a network: its time is budgeted, and it stops at `DraftRequest.floor`
     cached: bool = False  # keeps K/V of its own for every token, and catches up with those that it has not seen
     level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
@@ -46,9 +46,9 @@ class DrafterSpec:
     observes: bool = True  # whether `observe` does anything: it is not called else
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
-    parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
-    in_pass: bool = False  # drafts from rows of its own in the target's pass, so it is asked a step ahead: see `expect`
-    scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
+    parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it calls, by source mark: see `DraftRule.ask`
+    in_pass: bool = False  # drafts from rows of its own in the target's pass, called a step ahead: see `expect`
+    scratch: int = 0  # slots a sequence in the target's K/V pool, next to the text's, that its drafts need
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -62,15 +62,15 @@ class DrafterSpec:
 
     def limits(self, tokens: int) -> list[tuple[str, int]]:
         """Return name and `context` of the drafters, parts included, that draft for no text of so many tokens."""
-        own = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
-        return [*own, *(limit for part in self.parts for limit in part.limits(tokens))]
+        limits = [] if self.context is None or self.context >= tokens else [(self.name, self.context)]
+        return [*limits, *(limit for part in self.parts for limit in part.limits(tokens))]
 
 
 class DraftRule(Protocol):
-    """What a node must be worth, and which source of several is worth asking; see `engine.auto`."""
+    """Describe what a node must be worth, and which source of several is worth asking; see `engine.auto`."""
 
     def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
-        """Return indices of the sequences to ask a source for, given each one's chance of having a next token."""
+        """Return indices of the sequences to call a source for, given each one's chance of having a next token."""
 
     def record_cost(self, source: int, passes: int, ms: float) -> None:
         """Learn the time of the last call of a source, and how many passes its network took."""
@@ -93,9 +93,9 @@ class DraftRequest:
     budgets: abc.Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
     max_depths: abc.Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
     floor: float = 0.0  # chance of a path below which another level of a network does not pay
-    rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
+    rule: DraftRule | None = None  # for drafters that call others; None: all of them, for all
     # [B] the target's K/V of each: of all tokens but the root, which has the first reserved slot; the reserved ones are
-    # free to write to, since verification writes them anew. All else is read only
+    # free to write to, since verification writes them again. All else is read only
     caches: abc.Sequence[SequenceCache] = ()
     passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
 
@@ -115,7 +115,7 @@ class DraftRequest:
 
 @dataclass(slots=True)
 class StepFeatures:
-    """What a drafter is shown after a target forward pass, prefill included."""
+    """Describe what a drafter is shown after a target forward pass, prefill included."""
 
     sequences: abc.Sequence[Sequence]  # [B] sequences that had rows in the pass
     committed: abc.Sequence[abc.Sequence[int]]  # [B] tokens that this pass committed as output; none in mid-prefill
@@ -131,11 +131,11 @@ class Drafter:
     """Proposes draft tokens. A drafter has a `spec`, and one of three: `sessions`, `draft` or `propose`.
 
     `propose` makes trees of what `draft` gives, and `draft` grows `sessions`. A drafter overrides the first of these
-    that it does better: where one compiled call grows a whole draft, say, or where drafts are no chains.
+    that it does better: where one compiled call grows a whole draft, for example, or where drafts are not chains.
     """
 
     spec: DrafterSpec
-    parts: abc.Sequence[Drafter] = ()  # the drafters that it asks
+    parts: abc.Sequence[Drafter] = ()  # the drafters that it calls
     trusted: ClassVar[bool] = False  # whether what `draft` gives needs no check; see `TokenTree.from_parents`
     own_sessions: DraftSessions | None = None  # that it keeps; `draft` grows them, or does what they do in one call
     _lengths: dict[int, int]  # sequence -> tokens that its own session knows
@@ -170,11 +170,11 @@ class Drafter:
         sessions = self.own_sessions
         for view, budget, max_depth in want.rows():
             if min(budget, max_depth) > 0:
-                known = self._lengths.get(view.key)
-                if known is None:
+                length = self._lengths.get(view.key)
+                if length is None:
                     sessions.open(Opening.of(view))
                 else:
-                    sessions.commit(view.key, view.tokens[known:])
+                    sessions.commit(view.key, view.tokens[length:])
                 self._lengths[view.key] = len(view.tokens)
         return chains(sessions, want, self.spec.window)
 
@@ -198,10 +198,10 @@ class Drafter:
         if self.own_sessions is not None:
             self.own_sessions.forget()
 
-    def expect(self, asked: abc.Mapping[int, bool]) -> None:
-        """Note, by key, whether the drafter that asks this one asks for a sequence in the next step.
+    def expect(self, requested: abc.Mapping[int, bool]) -> None:
+        """Note, by key, whether the calling drafter needs a sequence in the next step.
 
-        Called before a pass, where `DrafterSpec.in_pass`. Until then it may ask for any.
+        Called before a pass, where `DrafterSpec.in_pass`. Until then it may need any.
         """
 
     def idle_reason(self, view: Sequence) -> str | None:

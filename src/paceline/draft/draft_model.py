@@ -92,7 +92,7 @@ class DraftModelConfig(DrafterConfig):
 
     @property
     def is_chain(self) -> bool:
-        """Whether no node has two children."""
+        """Return whether no node has two children."""
         return self.topk == 1 and all(factor == 1 for factor in self.factors)
 
     def nodes_of(self, levels: int) -> int:
@@ -163,7 +163,7 @@ class DraftModel(Drafter):
         self._lengths = {}
 
     def sessions(self, rows: int) -> ModelSessions:
-        """See `Drafter`: over K/V of their own."""
+        """Implement `Drafter`: over K/V of their own."""
         assert self._vocab and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         self.own_sessions = None
         vars(self).pop("model", None)  # with its K/V
@@ -227,14 +227,14 @@ class DraftModel(Drafter):
             self.model.computed(growth.sequence, growth.draft, tree.forwarded)
 
     def _start(self, view: Sequence, budget: int, max_depth: int) -> Growth:
-        """Return a tree that is still empty; its budget is 0 where the target goes on alone."""
+        """Return a tree that is still empty; its budget is 0 where the target continues alone."""
         session = self.model.follow(view)
         growth = Growth(view, 0, self._depth(view, max_depth))
         if not self.model.reads(session):
             session.cache.release()  # of no use any more: the text will keep that token
             return growth
-        wanted = min(budget, growth.max_depth, session.pending) > 0
-        if wanted and self.model.make_room(session, self._room(growth.max_depth)):
+        drafts = min(budget, growth.max_depth, session.pending) > 0
+        if drafts and self.model.make_room(session, self._room(growth.max_depth)):
             growth.budget = budget
         return growth
 

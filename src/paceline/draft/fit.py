@@ -30,7 +30,7 @@ class TrainedDrafterConfig(DrafterConfig):
     path: str = option("", help="folder, hub name or embedded one of what was trained; none: the zoo's for the model")
 
     @property
-    def asked(self) -> str:
+    def label(self) -> str:
         """Return how a message about it begins."""
         return f"drafter={self.kind}:{self.path}"
 
@@ -44,7 +44,7 @@ class TrainedDrafterConfig(DrafterConfig):
         reader = reader_of(folder)
         if reader not in (None, self.kind) and self.kind in (HEAD, *READERS.values()):
             holds = "a model" if reader == MODEL else f"weights of the drafter {reader!r}"
-            raise ConfigError(self.asked, f"{folder} holds {holds}", f"write drafter='{reader}:{self.path}'")
+            raise ConfigError(self.label, f"{folder} holds {holds}", f"write drafter='{reader}:{self.path}'")
         return folder
 
     def check_weights(self, facts: TrainedConfig, context: DrafterContext) -> None:
@@ -55,27 +55,27 @@ class TrainedDrafterConfig(DrafterConfig):
         """
         if facts.fingerprint and context.target_folder is not None:
             mark = fingerprint(context.target_folder)
-            check_target(self.asked, facts, context.target or "this target", mark=mark)
+            check_target(self.label, facts, context.target or "this target", mark=mark)
 
-    def check_shape(self, own: DecoderConfig, trained_for: str, target: TargetInfo) -> None:
+    def check_shape(self, ours: DecoderConfig, trained_for: str, target: TargetInfo) -> None:
         """Refuse layers of another width or vocabulary than the target's.
 
         Args:
-            own: of its layers.
+            ours: of its layers.
             trained_for: name of their target, for messages.
 
         Raises:
             CapabilityError: the first of both that differs.
         """
-        facts = SimpleNamespace(target=trained_for, fingerprint="", d_model=own.d_model, vocab_size=own.vocab_size)
-        check_target(self.asked, facts, target.name, target)
+        facts = SimpleNamespace(target=trained_for, fingerprint="", d_model=ours.d_model, vocab_size=ours.vocab_size)
+        check_target(self.label, facts, target.name, target)
 
 
-def check_rotary(wanted: str, c: DecoderConfig, name: str, remedy: str) -> None:
+def check_rotary(subject: str, c: DecoderConfig, name: str, remedy: str) -> None:
     """Refuse a target whose keys cannot be seen from other positions, or where a layer chooses what it sees.
 
     Args:
-        wanted: how the message begins.
+        subject: how the message begins.
         c, name: of the target.
         remedy: what to do.
 
@@ -83,9 +83,9 @@ def check_rotary(wanted: str, c: DecoderConfig, name: str, remedy: str) -> None:
         CapabilityError: layers with sliding windows or with rotations of their own.
     """
     if any(window is not None for window in c.windows):
-        raise CapabilityError(wanted, f"layers of {name} have sliding windows of their own", remedy)
+        raise CapabilityError(subject, f"layers of {name} have sliding windows of their own", remedy)
     if c.ropes:
-        raise CapabilityError(wanted, f"layers of {name} rotate keys in different ways", remedy)
+        raise CapabilityError(subject, f"layers of {name} rotate keys in different ways", remedy)
 
 
 def tokenizer_mark(tokenizer: Any) -> str:
@@ -102,17 +102,17 @@ def check_vocabulary(target: TargetInfo, tokenizer: Any, vocab_size: int, name: 
     Raises:
         CapabilityError: names the first ids that differ.
     """
-    asked = f"draft model {name!r} for target {target.name!r}"
+    what = f"draft model {name!r} for target {target.name!r}"
     remedy = "use a draft that was trained with the target's tokenizer"
     if target.tokenizer is None or tokenizer is None:
         if vocab_size != target.vocab_size:
-            raise CapabilityError(asked, f"{vocab_size} tokens against {target.vocab_size}", remedy)
+            raise CapabilityError(what, f"{vocab_size} tokens against {target.vocab_size}", remedy)
         return
     ours = {i: piece for piece, i in tokenizer.get_vocab().items()}
     theirs = {i: piece for piece, i in target.tokenizer.get_vocab().items()}
     differ = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if differ:
-        shown = ", ".join(f"id {i}: {theirs.get(i)!r} in the target, {ours.get(i)!r} in the draft" for i in differ[:3])
-        raise CapabilityError(asked, f"{len(differ)} token ids mean different pieces ({shown})", remedy)
+        pairs = ", ".join(f"id {i}: {theirs.get(i)!r} in the target, {ours.get(i)!r} in the draft" for i in differ[:3])
+        raise CapabilityError(what, f"{len(differ)} token ids mean different pieces ({pairs})", remedy)
     if vocab_size < len(theirs):
-        raise CapabilityError(asked, f"its head has {vocab_size} rows for {len(theirs)} tokens", remedy)
+        raise CapabilityError(what, f"its head has {vocab_size} rows for {len(theirs)} tokens", remedy)

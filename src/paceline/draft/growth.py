@@ -37,7 +37,7 @@ class Growth:
 
     @property
     def rules(self) -> bytes | None:
-        """How compiled code draws coupled drafts; None: the likeliest tokens."""
+        """Return how compiled code draws coupled drafts; None: the likeliest tokens."""
         sampler = self.sequence.sampler
         return None if sampler.plain else sampler.rules
 
@@ -54,7 +54,7 @@ class Growth:
         return self.draft.add(parent, token, self.score(parent) + log_q)
 
     def token(self, node: int) -> int:
-        """Of a node; the root's is the text's last."""
+        """Return the token of a node; the root's is the text's last."""
         return self.draft.tokens[node - 1] if node else self.sequence.tokens[-1]
 
     def follow(self, chain: abc.Sequence[tuple[int, float]]) -> None:
@@ -67,7 +67,7 @@ class Growth:
         return self.draft.log_scores[node - 1] if node else 0.0
 
     def depth(self, node: int) -> int:
-        """Of a node; the root's is 0."""
+        """Return the depth of a node; the root's is 0."""
         return len(self.path(node))
 
 
@@ -147,7 +147,7 @@ class Grower:
 
 
 def compiles(growths: abc.Sequence[Growth], proposes: str) -> bool:
-    """Whether compiled code can choose the drafts' tokens: likeliest ones, or coupled ones."""
+    """Return whether compiled code can choose the drafts' tokens: likeliest ones, or coupled ones."""
     samplers = [growth.sequence.sampler for growth in growths]
     return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
 

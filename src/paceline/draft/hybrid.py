@@ -1,13 +1,13 @@
 """Several drafters as one: their nodes are merged into one tree, under one budget.
 
-Drafters are asked in the order given, cheapest first. A look-up costs next to nothing and has long accepted runs where
+Drafters are called in the order given, cheapest first. A look-up costs next to nothing and has long accepted runs where
 an answer copies from its prompt or from itself; a draft model is accepted more often elsewhere, at the cost of its
-passes. So each is asked only for sequences where what it adds to the drafts on hand pays for its time: the rule of
-`engine.auto` says where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
-drafter is asked unless those before it are nearly sure of the next token.
+passes. So each is called only for sequences where what it adds to the drafts on hand pays for its time: the rule of
+`engine.auto` states where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
+drafter is called unless those before it are nearly sure of the next token.
 
-A drafter in the target's pass (streams) is asked a step ahead: rows of the coming pass draft for the sequences that it
-is asked for, and their drafts are merged in the step after it, with those of the others.
+A drafter in the target's pass (streams) is called a step ahead: rows of the coming pass draft for the sequences that it
+is called for, and their drafts are merged in the step after it, with those of the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .text_sessions import LookUp, LookUps, TextSessions
 if TYPE_CHECKING:
     from ..model.decoder import TargetInfo
 
-LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
+LOOKUP = "suffix,depth=14,max_tokens=0"  # next to a model that is named alone
 MODEL = "draft_model:{},depth=8"
-SURE = 0.8  # with a fixed budget: chance of the next token from which no other drafter is asked
+SURE = 0.8  # with a fixed budget: chance of the next token from which no other drafter is called
 UNSURE = 0.3  # with a fixed budget: chance of a path below which a network goes no further
 
 
@@ -57,7 +57,7 @@ class HybridConfig(DrafterConfig):
     )
 
     def validate(self) -> None:
-        """Refuse parts that are no drafters, or cannot be merged."""
+        """Refuse parts that are not drafters, or cannot be merged."""
         for chosen in self.chosen:
             self.require("parts", chosen.kind != self.kind, "cannot be hybrids themselves")
 
@@ -66,10 +66,10 @@ class HybridConfig(DrafterConfig):
         """The drafters' configurations."""
         texts = [text.strip().replace(";", ",") for text in self.parts.split("+")]
         self.require("parts", all(texts), "names an empty drafter")
-        known = {*names()}
-        if len(texts) == 1 and _name(texts[0]) not in known:
+        drafters = {*names()}
+        if len(texts) == 1 and _name(texts[0]) not in drafters:
             texts = [LOOKUP, MODEL.format(texts[0])]
-        return tuple(self._read(text if _name(text) in known else f"draft_model:{text}") for text in texts)
+        return tuple(self._read(text if _name(text) in drafters else f"draft_model:{text}") for text in texts)
 
     def with_weights(self, find: abc.Callable[[str], str], applied: bool = False) -> HybridConfig:
         """Return the same, each part with the weights that it means; see `DrafterConfig`."""
@@ -106,20 +106,20 @@ def _name(text: str) -> str:
 
 
 def with_parts(parts: abc.Sequence[str], drafter: str) -> str:
-    """Return a drafter's name with others asked before it; of one that drafts nothing the others alone."""
+    """Return a drafter's name with others called before it; of one that drafts nothing the others alone."""
     kind, _, rest = drafter.partition(":")
     if kind == NoneConfig.kind:
         return f"hybrid:{'+'.join(parts)}"
     if kind != HybridConfig.kind:
         return f"hybrid:{'+'.join([*parts, drafter.replace(',', ';')])}"
-    own, comma, options = rest.partition(",")
-    if "+" not in own and _name(own) not in {*names()}:  # a model's name alone: see `HybridConfig.parts`
-        own = f"{LOOKUP}+{MODEL.format(own)}".replace(",", ";")
-    return f"hybrid:{'+'.join([*parts, own])}{comma}{options}"
+    model_part, comma, options = rest.partition(",")
+    if "+" not in model_part and _name(model_part) not in {*names()}:  # a model's name alone: see `HybridConfig.parts`
+        model_part = f"{LOOKUP}+{MODEL.format(model_part)}".replace(",", ";")
+    return f"hybrid:{'+'.join([*parts, model_part])}{comma}{options}"
 
 
 class Hybrid(Drafter):
-    """Asks several drafters and merges what they propose.
+    """Calls several drafters and merges their proposals.
 
     Args:
         config: options.
@@ -139,13 +139,13 @@ class Hybrid(Drafter):
         ahead = [source for source, spec in enumerate(specs) if spec.in_pass]
         if len(ahead) > 1:
             raise CapabilityError(f"hybrid:{config.parts}", "two draft in the target's pass", "name one of these")
-        self._ahead = ahead[0] if ahead else -1  # the source that is asked a step ahead
+        self._ahead = ahead[0] if ahead else -1  # the source that is called a step ahead
         self._networks = [part for part in parts if not isinstance(part, LookUp)]
         self._target: TargetInfo | None = None
         self.spec = DrafterSpec(
             name=config.kind,
             taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
-            past=_furthest([spec.past for spec in specs]),
+            past=_longest_past([spec.past for spec in specs]),
             network=any(spec.network for spec in specs),
             cached=any(spec.cached for spec in specs),
             level_logits=all(spec.level_logits for spec in specs),
@@ -173,13 +173,13 @@ class Hybrid(Drafter):
         return max(part.spec.window for part in self._networks or self.parts)
 
     def sessions(self, rows: int) -> DraftSessions:
-        """See `Drafter`: look-ups are asked first, and the network where none is nearly sure."""
+        """Implement `Drafter`: look-ups are called first, and the network where none is nearly sure."""
         assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
         look_ups = LookUps({k: part for k, part in enumerate(self.parts) if isinstance(part, LookUp)}, log(SURE))
         for part in self._networks:
-            found: Any = part.sessions(rows)
-            found.look_ups, found.source = look_ups, self.parts.index(part)
-            return found
+            part_sessions: Any = part.sessions(rows)
+            part_sessions.look_ups, part_sessions.source = look_ups, self.parts.index(part)
+            return part_sessions
         return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
 
     def observe(self, step: StepFeatures) -> None:
@@ -198,12 +198,12 @@ class Hybrid(Drafter):
             part.forget()
 
     def idle_reason(self, view: Sequence) -> str | None:
-        """See `Drafter`: those of all, where each has one."""
+        """Implement `Drafter`: those of all, where each has one."""
         reasons = [part.idle_reason(view) for part in self.parts]
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def scratch_slots(self, rows: int, sequences: int) -> int:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         return max(part.scratch_slots(rows, sequences) for part in self.parts)
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
@@ -212,19 +212,19 @@ class Hybrid(Drafter):
         first = [0.0 for _ in drafts]  # chance that each draft begins right
         for source in range(len(self.parts)):
             began = perf_counter()
-            asked = self._asked(source, want, first)
+            requested = self._asked(source, want, first)
             if source == self._ahead:
-                ahead = {*asked}
+                ahead = {*requested}
                 self.parts[source].expect({view.key: i in ahead for i, view in enumerate(want.sequences)})
-            if not asked:
+            if not requested:
                 continue
-            passes = self._add(source, want, asked, drafts, first)
+            passes = self._add(source, want, requested, drafts, first)
             if want.rule is not None:
                 want.rule.record_cost(source, passes, (perf_counter() - began) * 1e3)
         return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
 
     def _asked(self, source: int, want: DraftRequest, first: abc.Sequence[float]) -> list[int]:
-        """Return the sequences to ask a drafter for."""
+        """Return the sequences to call a drafter for."""
         if want.rule is not None:
             return want.rule.ask(source, want.sequences, first)
         open_ = [i for i, view in enumerate(want.sequences) if view.sources is None or source in view.sources]
@@ -236,46 +236,46 @@ class Hybrid(Drafter):
         self,
         source: int,
         want: DraftRequest,
-        asked: abc.Sequence[int],
+        requested: abc.Sequence[int],
         drafts: abc.Sequence[Proposal],
         first: list[float],
     ) -> int:
-        """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
+        """Call one drafter, and merge its proposals. Returns the passes that it took."""
         part, rule = self.parts[source], want.rule
         request = DraftRequest(
-            sequences=[want.sequences[i] for i in asked],
-            budgets=[min(want.budgets[i], part.spec.default_budget) for i in asked],
-            max_depths=[want.max_depths[i] for i in asked],
-            floor=UNSURE if rule is None else rule.level_chance(source, len(asked)),
-            caches=[want.caches[i] for i in asked] if want.caches else (),
+            sequences=[want.sequences[i] for i in requested],
+            budgets=[min(want.budgets[i], part.spec.default_budget) for i in requested],
+            max_depths=[want.max_depths[i] for i in requested],
+            floor=UNSURE if rule is None else rule.level_chance(source, len(requested)),
+            caches=[want.caches[i] for i in requested] if want.caches else (),
         )
-        found = part.draft(request)
-        for i, draft in zip(asked, found, strict=True):
+        proposals = part.draft(request)
+        for i, draft in zip(requested, proposals, strict=True):
             if not draft.tokens:
                 continue
-            if source + 1 < len(self.parts):  # whom a later one is asked for depends on it
+            if source + 1 < len(self.parts):  # whom a later one is called for depends on it
                 begins = [score for score, parent in zip(draft.log_scores, draft.parents, strict=True) if not parent]
                 chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
                 first[i] = max(first[i], chance)
             drafts[i].graft(draft, source)
-        return max(draft.depth for draft in found) if request.passes is None else request.passes
+        return max(draft.depth for draft in proposals) if request.passes is None else request.passes
 
 
 def _check(config: HybridConfig, spec: DrafterSpec) -> None:
     """Refuse a drafter whose drafts cannot be merged with others'."""
-    asked, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
+    subject, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
     if spec.proposes == "sampled":
-        raise CapabilityError(asked, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
+        raise CapabilityError(subject, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
     if spec.default_budget == 0:
-        raise ConfigError(asked, f"{spec.name} drafts nothing", remedy)
+        raise ConfigError(subject, f"{spec.name} drafts nothing", remedy)
 
 
-def _furthest(pasts: abc.Sequence[int | None]) -> int | None:
+def _longest_past(pasts: abc.Sequence[int | None]) -> int | None:
     """Return the longest past that one of them needs; None: all of a text."""
-    known = [past for past in pasts if past is not None]
-    return max(known, default=0) if len(known) == len(pasts) else None
+    limits = [past for past in pasts if past is not None]
+    return max(limits, default=0) if len(limits) == len(pasts) else None
 
 
-def _distinct(given: abc.Sequence[str]) -> list[str]:
+def _distinct(labels: abc.Sequence[str]) -> list[str]:
     """Names as they are; a repeated one with a number."""
-    return [n if n not in given[:i] else f"{n} {given[: i + 1].count(n)}" for i, n in enumerate(given)]
+    return [n if n not in labels[:i] else f"{n} {labels[: i + 1].count(n)}" for i, n in enumerate(labels)]

@@ -1,6 +1,6 @@
-"""What is known of each place ahead whatever is drafted in front of it, and the product trees made of it.
+"""Scores of each place ahead, independent of the tokens drafted in front of it, and the product trees made of them.
 
-A level is said by logits, or in short by its best tokens and their log q, where compiled code gave no more.
+A level is given by logits, or truncated by its best tokens and their log q, where compiled code gave no more.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from .base import Levels, LevelScores
 from .proposal import Proposal, best_nodes
 
 
-def count(said: LevelScores) -> int:
-    """How many levels there are."""
-    return len(said[0]) if isinstance(said, tuple) else len(said)
+def count(scores: LevelScores) -> int:
+    """Return how many levels there are."""
+    return len(scores[0]) if isinstance(scores, tuple) else len(scores)
 
 
-def cut(said: LevelScores, start: int, stop: int | None = None) -> LevelScores:
+def cut(scores: LevelScores, start: int, stop: int | None = None) -> LevelScores:
     """Return the levels from ``start`` to in front of ``stop``."""
-    if isinstance(said, tuple):
-        return said[0][start:stop], said[1][start:stop]
-    return said[start:stop]
+    if isinstance(scores, tuple):
+        return scores[0][start:stop], scores[1][start:stop]
+    return scores[start:stop]
 
 
-def best_levels(said: abc.Sequence[tuple[Sequence, LevelScores]], k: int, coupled: bool) -> list[Levels]:
+def best_levels(sets: abc.Sequence[tuple[Sequence, LevelScores]], k: int, coupled: bool) -> list[Levels]:
     """Return the k best tokens of each level and their log q, best first, in one call for all sequences.
 
     Args:
-        said: levels of each sequence; the first one is of the place behind its text.
-        k: tokens of a level; levels in short have at least as many, or what they have.
-        coupled: ranked with the noise of the target's own choices; levels in short were already.
+        sets: levels of each sequence; the first one is of the place after its text.
+        k: tokens of a level; levels truncated have at least as many, or what they have.
+        coupled: ranked with the noise of the target's own choices; levels truncated were already.
     """
-    rows = [_scores(view, own, coupled) for view, own in said if isinstance(own, Tensor)]
-    made = _best(rows, k)
+    rows = [_scores(view, one, coupled) for view, one in sets if isinstance(one, Tensor)]
+    best = _best(rows, k)
     return [
-        next(made) if isinstance(own, Tensor) else ([t[:k] for t in own[0]], [q[:k] for q in own[1]]) for _, own in said
+        next(best) if isinstance(one, Tensor) else ([t[:k] for t in one[0]], [q[:k] for q in one[1]]) for _, one in sets
     ]
 
 
@@ -53,12 +53,12 @@ def product_trees(
         k, coupled: see `best_levels`.
         floor: see `best_nodes`.
     """
-    found = iter(best_levels([(view, said) for view, said, _ in rows if said is not None], k, coupled))
-    return [Proposal() if said is None else best_nodes(*next(found), nodes, floor) for _, said, nodes in rows]
+    levels = iter(best_levels([(view, scores) for view, scores, _ in rows if scores is not None], k, coupled))
+    return [Proposal() if scores is None else best_nodes(*next(levels), nodes, floor) for _, scores, nodes in rows]
 
 
 def _scores(view: Sequence, logits: Tensor, coupled: bool) -> Tensor:
-    """[levels, V]: the softmax of row j is the chance that a token is what the target says j places behind the text."""
+    """[levels, V]: the softmax of row j is the chance that a token is what the target emits j places after the text."""
     first = len(view.tokens)
     return view.sampler.ranked(logits, (), range(first, first + len(logits)), coupled)
 

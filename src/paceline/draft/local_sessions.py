@@ -7,51 +7,51 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from .sessions import Ask, DraftSessions, Growing, Grown, Opening
+from .sessions import Ask, DraftSessions, NewNodes, Opening, Pending
 
 
 @dataclass(slots=True)
 class LocalGrowing:
-    """A growth that is under way: what its next level asks for, and what came; see `Growing`."""
+    """A growth that is under way: requests of its next level, and results; see `Pending`."""
 
     asks: dict[int, Ask]  # by sequence, of the next level
-    left: dict[int, dict[int, int]]  # by sequence: of each node in its ask how many levels are wanted below it
-    given: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
-    ticket: int = 0  # by which who asked knows it
-    levels: list[dict[int, Grown]] = field(default_factory=list)
+    levels_left: dict[int, dict[int, int]]  # by sequence: of each node in its request the levels below it
+    added: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
+    ticket: int = 0  # by which its caller knows it
+    levels: list[dict[int, NewNodes]] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
     done: bool = False
 
     @staticmethod
     def of(asks: Sequence[Ask], levels: Sequence[Sequence[int]], ticket: int = 0) -> LocalGrowing:
-        """Return its beginning; see `GoingSessions.begin`."""
+        """Return its beginning; see `AsyncSessions.begin`."""
         growth = LocalGrowing({}, {}, {}, ticket)
-        for ask, wanted in zip(asks, levels, strict=True):
-            count = len(ask.given)
-            growth.asks[ask.key], growth.given[ask.key] = replace(ask, most=wanted), [*wanted[:count]]
-            growth.left[ask.key] = dict(zip(ask.expand, wanted[count:], strict=True))
+        for ask, levels_below in zip(asks, levels, strict=True):
+            count = len(ask.added)
+            growth.asks[ask.key], growth.added[ask.key] = replace(ask, most=levels_below), [*levels_below[:count]]
+            growth.levels_left[ask.key] = dict(zip(ask.expand, levels_below[count:], strict=True))
         return growth
 
-    def plan_next_level(self, key: int, grown: Grown) -> None:
-        """Say what the next level of a sequence is to draft, given the level that was drafted now."""
-        left = self.left.pop(key) | dict(zip(grown.given, self.given.pop(key, ()), strict=True))
+    def plan_next_level(self, key: int, grown: NewNodes) -> None:
+        """Plan the next level of a sequence, given the level that was drafted now."""
+        levels_left = self.levels_left.pop(key) | dict(zip(grown.added, self.added.pop(key, ()), strict=True))
         del self.asks[key]
-        if max(left.values()) == 1:
+        if max(levels_left.values()) == 1:
             return
         below: dict[int, int] = {}
         for parent, node in zip(grown.parents, grown.nodes, strict=True):  # parents first
-            below[node] = (below[parent] if parent in below else left[parent]) - 1
+            below[node] = (below[parent] if parent in below else levels_left[parent]) - 1
         if tips := {node: levels for node, levels in below.items() if levels > 0 and node not in grown.parents}:
             ask = Ask(key, (), [*tips], most=[*tips.values()])
-            self.asks[key], self.left[key], self.given[key] = ask, tips, []
+            self.asks[key], self.levels_left[key], self.added[key] = ask, tips, []
 
     def call_off(self, key: int) -> None:
         """Draft nothing more for a sequence."""
-        for part in (self.asks, self.left, self.given):
+        for part in (self.asks, self.levels_left, self.added):
             part.pop(key, None)
         self.done = not self.asks
 
-    def advance(self, grow: Callable[[Sequence[Ask]], list[Grown]], now: Callable[[], float] = perf_counter) -> None:
+    def advance(self, grow: Callable[[Sequence[Ask]], list[NewNodes]], now: Callable[[], float] = perf_counter) -> None:
         """Draft one level of everything that is left, by a function that takes `Ask`s; the time is ``now``'s."""
         began, asks = now(), [*self.asks.values()]
         level = {ask.key: grown for ask, grown in zip(asks, grow(asks), strict=True)}
@@ -63,7 +63,7 @@ class LocalGrowing:
 
 
 class LocalSessions:
-    """Sessions of this process as `GoingSessions`: a growth is drafted when it begins, or in a thread.
+    """Sessions of this process as `AsyncSessions`: a growth is drafted when it begins, or in a thread.
 
     Compiled passes hold no lock of Python's, so that a thread and its caller make way at the same time.
 
@@ -80,11 +80,11 @@ class LocalSessions:
         self._halted = False
 
     def ready(self) -> bool:
-        """See `GoingSessions`."""
+        """Implement `AsyncSessions`."""
         return True
 
     def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
-        """See `GoingSessions`; what is drafted at once raises what the sessions raise."""
+        """Implement `AsyncSessions`; drafting at once raises what the sessions raise."""
         growth = LocalGrowing.of(asks, levels)
         if self._thread is None:
             self._draft(growth)
@@ -100,14 +100,14 @@ class LocalSessions:
                 return
 
     def look(self) -> None:
-        """See `GoingSessions`; a thread ends with its level, and what is left is drafted by `wait`."""
+        """Implement `AsyncSessions`; a thread ends with its level, and the rest is drafted by `wait`."""
         self._pause()
 
-    def wait(self, growing: Growing) -> None:
-        """See `GoingSessions`."""
+    def wait(self, growing: Pending) -> None:
+        """Implement `AsyncSessions`."""
         self._settle()
         if isinstance(growing, LocalGrowing):
-            self._draft(growing)  # what is left of one that was halted
+            self._draft(growing)  # the rest of one that was halted
 
     def _settle(self) -> None:
         """Until the thread rests."""
@@ -120,7 +120,7 @@ class LocalSessions:
                     self._under_way = None
 
     def _pause(self, key: int | None = None) -> DraftSessions:
-        """Return the sessions, once the thread has left them; what is left of a sequence's growth is called off."""
+        """Return the sessions, once the thread has left them; the rest of a sequence's growth is called off."""
         if self._under_way is not None:
             self._halted = True
             try:
@@ -132,25 +132,25 @@ class LocalSessions:
         return self.inner
 
     def open(self, opening: Opening) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause().open(opening)
 
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
-        """See `DraftSessions`."""
+    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
+        """Implement `DraftSessions`."""
         return self._pause().grow(asks)
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause(key).reroot(key, node)
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause(key).commit(key, tokens)
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause(key).close(key)
 
     def forget(self) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._pause().forget()

@@ -88,11 +88,11 @@ class MagicDec(Drafter):
             ConfigError: a view that leaves nothing out.
         """
         shape = target.decoder.config
-        asked = f"drafter={self.config.kind},window={self.config.window},sinks={self.config.sinks}"
-        check_rotary(asked, shape, target.name, "use draft_model or ngram for this target")
+        subject = f"drafter={self.config.kind},window={self.config.window},sinks={self.config.sinks}"
+        check_rotary(subject, shape, target.name, "use draft_model or ngram for this target")
         if self.shape.keys >= target.max_position:
             wrong = f"{target.name} has {target.max_position} positions, and the view leaves none of them out"
-            raise ConfigError(asked, wrong, f"give window and sinks below {target.max_position} together")
+            raise ConfigError(subject, wrong, f"give window and sinks below {target.max_position} together")
         self.decoder = target.decoder
         self.view = PoolView(self.shape, shape.rope, target.dtype, device)
 

@@ -45,24 +45,24 @@ class ModelSessions(NetworkSessions):
         self.decoder, self.pool = decoder, pool
 
     def _begin(self, view: Sequence) -> Session:
-        return Session(view, cache=self.pool.open(view.tokens, expected=view.max_len), known=len(view.tokens))
+        return Session(view, cache=self.pool.open(view.tokens, expected=view.max_len), text_length=len(view.tokens))
 
     def forget(self) -> None:
         self.pool.forget()
         super().forget()
 
-    def _clear(self, tree: Session, said: abc.Sequence[int]) -> None:
+    def _clear(self, tree: Session, tokens: abc.Sequence[int]) -> None:
         """Drop all nodes.
 
         K/V of drafted nodes that became text is kept, but for the last token: the next draft needs the logits after it.
         """
         node, rows = ROOT, list[int]()
-        for token in said[:-1]:
+        for token in tokens[:-1]:
             node = tree.children.get((node, token), -1)
             if node < 0 or tree.nodes[node].row < 0:
                 break
             rows.append(tree.nodes[node].row)
-        super()._clear(tree, said)
+        super()._clear(tree, tokens)
         self._keep(tree, rows, len(rows))
 
     def _keep(self, tree: Session, rows: abc.Sequence[int], done: int) -> None:
@@ -70,32 +70,32 @@ class ModelSessions(NetworkSessions):
         tree.cache.publish(tree.view.tokens)
 
     def _prepare(self, session: Session, nodes: abc.Sequence[int]) -> Expansion | None:
-        wanted = [node for node in nodes if self._may_expand(session, node)] if self._asked(session) else []
-        computed = session.uncomputed(wanted)
-        return Expansion(session, wanted, computed) if wanted and self.make_room(session, len(computed)) else None
+        chosen = [node for node in nodes if self._may_expand(session, node)] if self._asked(session) else []
+        computed = session.uncomputed(chosen)
+        return Expansion(session, chosen, computed) if chosen and self.make_room(session, len(computed)) else None
 
     def _may_expand(self, session: Session, node: int) -> bool:
-        """Whether a node's own pass is possible and of use: the draft has its tokens and its position.
+        """Return whether a node's own pass is possible and of use: the draft has its tokens and its position.
 
         The root is expanded while its K/V is not there; after that it has children.
         """
         if node == ROOT and not session.pending:
             return False
-        known, path = self.decoder.config.vocab_size, session.path(node)
-        if not self.reads(session) or any(session.nodes[n].token >= known for n in path):
+        vocabulary, path = self.decoder.config.vocab_size, session.path(node)
+        if not self.reads(session) or any(session.nodes[n].token >= vocabulary for n in path):
             return False
         return len(session.view.tokens) + len(path) <= self.decoder.config.max_position
 
     def reads(self, session: Session) -> bool:
-        """Whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
+        """Return whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
 
         Heads of one family often differ in how far they are padded. A target whose head is the wider one may be
-        given, and may say, ids that the draft lacks.
+        given, and may emit, ids that the draft lacks.
         """
-        known, tokens = self.decoder.config.vocab_size, session.view.tokens
-        if known >= self._vocab:
+        vocabulary, tokens = self.decoder.config.vocab_size, session.view.tokens
+        if vocabulary >= self._vocab:
             return True
-        while session.read < len(tokens) and tokens[session.read] < known:
+        while session.read < len(tokens) and tokens[session.read] < vocabulary:
             session.read += 1
         return session.read == len(tokens)
 
@@ -141,11 +141,11 @@ class ModelSessions(NetworkSessions):
             first, pending = packer.rows, one.session.pending
             self._pack(packer, one.session, pending, one.computed)
             place = {node: first + pending + i for i, node in enumerate(one.computed)}
-            rows += [place[node] if node != ROOT else first + pending - 1 for node in one.wanted]
+            rows += [place[node] if node != ROOT else first + pending - 1 for node in one.parents]
         return packer, rows
 
     def _run(self, batch: Batch) -> Tensor:
-        """[rows, d_model] states behind the last layer."""
+        """[rows, d_model] states after the last layer."""
         state = self.decoder.embed(batch)
         return self.decoder.run_layers(state, 0, self.decoder.num_layers, self.pool).hidden
 

@@ -5,8 +5,8 @@
 
 A row's ancestors are fixed when it is computed: cutting the tree drops rows, and moves those that stay together.
 
-Look-ups may be asked first. What they are sure of becomes a node of which nothing is computed until the network is
-asked below it; then the nodes above are computed in the same pass.
+Look-ups may be called first. What they are sure of becomes a node of which nothing is computed until the network is
+used below it; then the nodes above are computed in the same pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..kv.pool import KVPool
 from ..model.packing import RowPacker
 from .base import Drafter, StepFeatures
 from .growth import Growth, likeliest
-from .sessions import ROOT, Grown, Opening
+from .sessions import ROOT, NewNodes, Opening
 from .text_sessions import DraftTree, Expansion, LookUps, TextSessions, opened
 
 
@@ -37,21 +37,21 @@ class Session(DraftTree):
 
     cache: Any = None  # its K/V
     read: int = 0  # leading tokens of the text that the draft has an embedding for
-    known: int = 0  # tokens of the text that the tree hangs below
+    text_length: int = 0  # tokens of the text that the tree hangs below
 
     @property
     def pending(self) -> int:
         """Rows that the text's K/V lacks."""
         return len(self.view.tokens) - int(self.cache.committed)
 
-    def uncomputed(self, wanted: abc.Iterable[int]) -> list[int]:
+    def uncomputed(self, ends: abc.Iterable[int]) -> list[int]:
         """Return the nodes to compute for the wanted ones' logits: these, and ancestors without K/V, parents first."""
-        found = {node for end in wanted for node in self.path(end) if node == end or self.nodes[node].row < 0}
-        return sorted(found, key=lambda node: (self.nodes[node].depth, node))
+        nodes = {node for end in ends for node in self.path(end) if node == end or self.nodes[node].row < 0}
+        return sorted(nodes, key=lambda node: (self.nodes[node].depth, node))
 
 
 class NetworkSessions(TextSessions):
-    """Sessions of a drafter with a network; look-ups may be asked first.
+    """Sessions of a drafter with a network; look-ups may be called first.
 
     Args:
         vocab_size, eos_ids: of the target.
@@ -71,8 +71,8 @@ class NetworkSessions(TextSessions):
         if session is None:
             session = self._open[view.key] = self._begin(view)
         session.view = view
-        if len(view.tokens) > session.known:
-            self._clear(session, view.tokens[session.known :])
+        if len(view.tokens) > session.text_length:
+            self._clear(session, view.tokens[session.text_length :])
         return session
 
     def close(self, key: int) -> None:
@@ -85,9 +85,9 @@ class NetworkSessions(TextSessions):
         if len(self._open) == 1 and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 
-    def _clear(self, tree: Any, said: abc.Sequence[int]) -> None:
-        super()._clear(tree, said)
-        tree.known = len(tree.view.tokens)
+    def _clear(self, tree: Any, tokens: abc.Sequence[int]) -> None:
+        super()._clear(tree, tokens)
+        tree.text_length = len(tree.view.tokens)
 
     def _asked(self, session: Any) -> bool:
         """Return whether a request wants tokens of the network."""
@@ -122,17 +122,17 @@ class NetworkSessions(TextSessions):
     def _expand(self, ready: abc.Sequence[Expansion]) -> None:
         """Compute one pass, and add the children from its logits."""
         logits = self._compute(ready)
-        for one, said in zip(ready, logits.split([len(one.wanted) for one in ready]), strict=True):
-            self._add_children(one.session, one.wanted, said, one.ask.width, one.grown)
+        for one, scores in zip(ready, logits.split([len(one.parents) for one in ready]), strict=True):
+            self._add_children(one.session, one.parents, scores, one.ask.width, one.grown)
 
-    def _add_children(self, session: Any, wanted: list[int], logits: Tensor, width: int, grown: Grown) -> None:
-        scores = self._scores(session, wanted, logits, width)
+    def _add_children(self, session: Any, parents: list[int], logits: Tensor, width: int, grown: NewNodes) -> None:
+        scores = self._scores(session, parents, logits, width)
         if scores is None:
             return
-        for parent, children in zip(wanted, likeliest(scores, width), strict=True):
+        for parent, children in zip(parents, likeliest(scores, width), strict=True):
             self._put(session, parent, self.source, children, grown)
 
-    def _scores(self, session: Any, wanted: abc.Sequence[int], logits: Tensor, width: int) -> Tensor | None:
+    def _scores(self, session: Any, parents: abc.Sequence[int], logits: Tensor, width: int) -> Tensor | None:
         """Return what children are ranked by; None: the request's own rules fail, and will end it.
 
         A chain's are ranked as by `Grower`. See `SequenceSampler.candidates` for several.
@@ -140,7 +140,7 @@ class NetworkSessions(TextSessions):
         sampler = session.view.sampler
         if sampler.plain:
             return logits
-        paths = [session.tokens(node) for node in wanted]
+        paths = [session.tokens(node) for node in parents]
         places = [len(session.view.tokens) + len(path) for path in paths]
         try:
             return (sampler.ranked if width == 1 else sampler.candidates)(logits, paths, places, self._coupled)
@@ -206,7 +206,7 @@ class ObservingSessions(NetworkSessions):
     """Sessions of a drafter that is shown the target's states, those of a text before its session is open, too."""
 
     def open(self, opening: Opening) -> None:
-        """Begin with a sequence; what was observed of its text stays."""
+        """Begin with a sequence; states observed of its text stay."""
         self.follow(opened(opening, self._vocab, self._eos_ids))
 
 
@@ -215,14 +215,14 @@ class ObservingDrafter(Drafter):
 
     trusted = True
     body: Any  # its texts
-    witness: Callable[[StepFeatures], None] | None = None  # told of what the drafter is shown
+    on_states: Callable[[StepFeatures], None] | None = None  # called with what the drafter is shown
 
     @inference
     def observe(self, step: StepFeatures) -> None:
         """Note the states that a pass showed."""
         self.body.observe(step)
-        if self.witness is not None:
-            self.witness(step)
+        if self.on_states is not None:
+            self.on_states(step)
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..model.decoder import TargetInfo
 
-LONGEST = 32  # matched tokens beyond which lengths are not told apart
+LONGEST = 32  # matched tokens beyond which lengths are not distinguished
 _LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
 
 
@@ -48,7 +48,7 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """Where each n-gram of a growing token list was last seen; an update costs O(new tokens).
+    """Describe where each n-gram of a growing token list was last seen; an update costs O(new tokens).
 
     An occurrence is stored as the position that follows it. The n-gram that ends the list is left out until a
     token follows it, so that every occurrence found has a continuation.
@@ -110,9 +110,9 @@ class NgramDrafter(LookUp):
             return super().draft(want)
         depths = [min(most, max_depth, budget) for _, budget, max_depth in want.rows()]
         rows = zip(want.sequences, depths, strict=True)
-        asked = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
-        found = iter(texts.draft(asked) if asked else ())
-        return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
+        requested = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
+        drafts = iter(texts.draft(requested) if requested else ())
+        return [_proposal(*next(drafts), depth) if depth > 0 else Proposal() for depth in depths]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """Return a chain."""
@@ -125,16 +125,16 @@ class NgramDrafter(LookUp):
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return what followed the longest n-grams of the text that end text and path."""
         index, tokens = self._index(sequence), [*sequence.tokens, *path]
-        found: dict[int, float] = {}
-        left = 0.0  # log of the chance that none of those before is right
+        followers: dict[int, float] = {}
+        log_rest = 0.0  # log of the chance that none of those before is right
         for n, follower in index.matches(tokens):
-            if tokens[follower] not in found:
+            if tokens[follower] not in followers:
                 m = matched(tokens, n, follower)
-                found[tokens[follower]] = left + log_trust(m, 1)
-                left += math.log(2 / (m + 2))
-            if len(found) == width:
+                followers[tokens[follower]] = log_rest + log_trust(m, 1)
+                log_rest += math.log(2 / (m + 2))
+            if len(followers) == width:
                 break
-        return [*found.items()]
+        return [*followers.items()]
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Forget these sequences."""
@@ -152,7 +152,7 @@ class NgramDrafter(LookUp):
 
 
 def log_trust(n: int, depth: int) -> float:
-    """Log of the estimated chance that a match of n tokens goes on alike for ``depth`` tokens.
+    """Log of the estimated chance that a match of n tokens continues alike for ``depth`` tokens.
 
     One token with a chance of n / (n + 2), and each makes the match longer: n / (n + 2) x (n + 1) / (n + 3) x ..; a
     rule of thumb, which the automatic budget corrects by what came of such matches.
@@ -161,7 +161,10 @@ def log_trust(n: int, depth: int) -> float:
 
 
 def matched(tokens: abc.Sequence[int], n: int, follower: int) -> int:
-    """How many tokens before ``follower`` are those that end the text, given that ``n`` are; `LONGEST` at most."""
+    """Return how many tokens before ``follower`` are those that end the text, given that ``n`` are.
+
+    `LONGEST` at most.
+    """
     end = len(tokens)
     most = min(LONGEST, follower)
     while n < most and tokens[follower - 1 - n] == tokens[end - 1 - n]:

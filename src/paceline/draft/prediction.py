@@ -1,6 +1,6 @@
 """Predicted output: a request brings a text that its answer is likely to repeat, and drafts are read from it.
 
-The place in the prediction is followed token by token. Where the answer departs from it, the place behind the last
+The place in the prediction is followed token by token. Where the answer departs from it, the place after the last
 n-gram of the answer is looked for again, the nearest one ahead first.
 """
 
@@ -35,7 +35,7 @@ class PredictionConfig(DrafterConfig):
 
 
 class _Progress:
-    """Where an answer is in its prediction."""
+    """Describe where an answer is in its prediction."""
 
     __slots__ = ("at", "index", "last", "read", "run")
 

@@ -26,7 +26,7 @@ class Proposal:
     parents: list[int] = field(default_factory=list)  # tree index of each parent: 0 the root, i + 1 for tokens[i]
     log_scores: list[float] = field(default_factory=list)  # log of the estimated chance that the path is accepted
     matched: int = 0  # tokens of context that the proposal rests on, where that is counted
-    sources: list[int] = field(default_factory=list)  # who proposed each node; empty: source 0 all of them
+    sources: list[int] = field(default_factory=list)  # which source proposed each node; empty: source 0 all of them
     q: dict[int, Tensor] = field(default_factory=dict)  # tree index -> [V] what its child was drawn from, if it was
 
     @staticmethod
@@ -51,9 +51,9 @@ class Proposal:
 
     def best(self, budget: int) -> Proposal:
         """Return the ``budget`` best scored nodes, in their order. No node may have a better score than its parent."""
-        return self if len(self.tokens) <= budget else self.kept(self.ranked(budget))
+        return self if len(self.tokens) <= budget else self.subset(self.ranked(budget))
 
-    def kept(self, indices: Sequence[int]) -> Proposal:
+    def subset(self, indices: Sequence[int]) -> Proposal:
         """Return the nodes at these indices in ``tokens``, ascending; a node's parent is among them."""
         moved = {0: 0} | {i + 1: node for node, i in enumerate(indices, start=1)}
         return Proposal(
@@ -80,9 +80,9 @@ class Proposal:
             place = moved[parent]
             node = children.get((place, token))
             if node is None:
-                given = score - (other.log_scores[parent - 1] if parent else 0.0)
+                log_q = score - (other.log_scores[parent - 1] if parent else 0.0)
                 above = self.log_scores[place - 1] if place else 0.0
-                node = children[place, token] = self.add(place, token, above + given)
+                node = children[place, token] = self.add(place, token, above + log_q)
                 self.sources.append(source)
             moved[i + 1] = node
 
@@ -93,7 +93,7 @@ class Proposal:
 
     @property
     def depth(self) -> int:
-        """Of the deepest node; 0: there is none."""
+        """Return the depth of the deepest node; 0: there is none."""
         return max(depths_below(self.parents), default=0)
 
     @property
@@ -140,13 +140,13 @@ def best_nodes(
     A node is reached from its parent (the first child) or from the sibling before it, neither of which has a
     smaller score; so a heap yields the nodes in order without listing the tree.
     """
-    made = Proposal()
-    add = made.add
+    proposal = Proposal()
+    add = proposal.add
     most = -log(floor) if floor > 0 else inf
     depth, heap, order = len(tokens), [(-log_q[0][0], 0, 0, 0, 0)], 1  # (-score, order, parent, level, rank)
-    while heap and len(made.tokens) < budget:
+    while heap and len(proposal.tokens) < budget:
         cost, _, parent, level, rank = heappop(heap)
-        if cost == inf or (cost > most and made.tokens):
+        if cost == inf or (cost > most and proposal.tokens):
             break
         node = add(parent, tokens[level][rank], -cost)
         row = log_q[level]
@@ -156,4 +156,4 @@ def best_nodes(
         if level + 1 < depth:
             heappush(heap, (cost - log_q[level + 1][0], order, node, level + 1, 0))
             order += 1
-    return made
+    return proposal

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.named import NamedConfig, hints, made, option_rows, pairs
+from ..core.named import NamedConfig, hints, option_rows, pairs, read_config
 from ..core.named import OptionRow as OptionRow
 from ..core.options import MOST_TEXT, shown, suggest
 from ..core.options import option as option
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "paceline.drafters"
 NONE = "none"  # plain decoding
 
-# Named, not imported: listing the names must not load torch, and a drafter loads only when it is asked for.
+# Named, not imported: listing the names must not load torch, and a drafter loads only when it is requested.
 _BUILTIN = {
     "none": "paceline.draft.none:NoneConfig",
     "ngram": "paceline.draft.ngram:NgramConfig",
@@ -51,7 +51,7 @@ _registered: dict[str, type[DrafterConfig]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterContext:
-    """What a drafter may use while it is built: how to load models, and where the target runs."""
+    """Describe what a drafter may use while it is built: how to load models, and where the target runs."""
 
     # (name, dtype[, processes]) -> a model of its own, for drafters that run one
     load_model: Callable[..., Any] | None = None
@@ -65,13 +65,13 @@ class DrafterContext:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(NamedConfig):
-    """Base of every drafter's options: a frozen keyword-only dataclass beside the drafter.
+    """Base of every drafter's options: a frozen keyword-only dataclass next to the drafter.
 
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
     options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
     The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``refuses`` has options that
-    other drafters have and this one cannot, each with why not and what to do. ``nests`` says that the subject is made
-    of drafters' texts, whose options stand behind semicolons. ``weights`` names the option that holds what was trained
+    other drafters have and this one cannot, each with why not and what to do. ``nests`` means that the subject is made
+    of drafters' texts, whose options stand after semicolons. ``weights`` names the option that holds what was trained
     for the target; where it is empty the zoo's is meant, or with ``of_applications`` the applications' where there are
     any.
     """
@@ -126,8 +126,8 @@ def register(config_class: type[DrafterConfig]) -> type[DrafterConfig]:
     """
     name = config_class.kind
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
-        asked = f"register {config_class.__name__}"
-        raise ConfigError(asked, f"kind={name!r} is no name", "set kind to letters, digits, _ . or -")
+        subject = f"register {config_class.__name__}"
+        raise ConfigError(subject, f"kind={name!r} is no name", "set kind to letters, digits, _ . or -")
     if name in _BUILTIN or _registered.get(name, config_class) is not config_class:
         raise ConfigError(f"register drafter {name!r}", "the name is taken", "choose another kind")
     _registered[name] = config_class
@@ -138,8 +138,8 @@ def register(config_class: type[DrafterConfig]) -> type[DrafterConfig]:
 def _discovered() -> tuple[dict[str, EntryPoint], list[EntryPoint]]:
     """Entry points by name, our own first, looked up once on first need; and those whose name was taken already."""
     usable = {name: EntryPoint(name, place, ENTRY_POINT_GROUP) for name, place in _BUILTIN.items()}
-    found = list(entry_points(group=ENTRY_POINT_GROUP))
-    return usable, [point for point in found if usable.setdefault(point.name, point) is not point]
+    points = list(entry_points(group=ENTRY_POINT_GROUP))
+    return usable, [point for point in points if usable.setdefault(point.name, point) is not point]
 
 
 def names() -> list[str]:
@@ -149,8 +149,8 @@ def names() -> list[str]:
 
 def without_weights() -> list[str]:
     """Those that draft for any target as they are: their names alone can be given, and they read nothing trained."""
-    found = {name: config_class(name) for name in names() if name != NONE}
-    free = {name: chosen for name, chosen in found.items() if not chosen.weights}
+    configs = {name: config_class(name) for name in names() if name != NONE}
+    free = {name: chosen for name, chosen in configs.items() if not chosen.weights}
     return [name for name, chosen in free.items() if all(spec.default is not MISSING for spec in fields(chosen))]
 
 
@@ -177,7 +177,7 @@ def config_class(name: str) -> type[DrafterConfig]:
 
 
 def nests(name: str) -> bool:
-    """Whether a drafter of this name is made of other drafters' texts; an unknown one is not."""
+    """Return whether a drafter of this name is made of other drafters' texts; an unknown one is not."""
     return name in names() and config_class(name).nests
 
 
@@ -199,34 +199,34 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
     """
     if spec is None or isinstance(spec, DrafterConfig):
         return spec
-    asked = f"drafter={shown(spec)}"
+    what = f"drafter={shown(spec)}"
     if not isinstance(spec, str):
-        raise ConfigError(asked, "neither a name nor a config object", "write drafter='ngram' or NgramConfig(...)")
+        raise ConfigError(what, "neither a name nor a config object", "write drafter='ngram' or NgramConfig(...)")
     if len(spec) > MOST_TEXT:
-        raise ConfigError(asked, f"it has {len(spec):,} characters, {MOST_TEXT:,} are the most", "shorten it")
+        raise ConfigError(what, f"it has {len(spec):,} characters, {MOST_TEXT:,} are the most", "shorten it")
     if spec not in names() and adapted.is_adapted(spec):
         return parse(adapted.named(spec))
     match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?::(<[^<>]*>|[^,]*))?(?:,(.*))?", spec, re.DOTALL)
     if match is None:
-        raise ConfigError(asked, "no drafter's name", "write name, name:model or name:model,option=value")
+        raise ConfigError(what, "no drafter's name", "write name, name:model or name:model,option=value")
     name, subject, rest = match.groups()
     chosen = config_class(name)
     key, equals, _ = (subject or "").partition("=")
     if equals and key.strip() in hints(chosen):
         comma = spec.replace(":", ",", 1)
         within = comma.replace(",", ";")
-        raise ConfigError(asked, "options follow a comma", f"write {comma!r}, or within a hybrid {within!r}")
-    given = [] if subject is None else [_subject(asked, chosen, subject.strip())]
-    return made(asked, chosen, [*given, *pairs(asked, chosen, rest)])
+        raise ConfigError(what, "options follow a comma", f"write {comma!r}, or within a hybrid {within!r}")
+    named = [] if subject is None else [_subject(what, chosen, subject.strip())]
+    return read_config(what, chosen, [*named, *pairs(what, chosen, rest)])
 
 
-def _subject(asked: str, chosen: type[DrafterConfig], text: str) -> tuple[str, str]:
+def _subject(subject: str, chosen: type[DrafterConfig], text: str) -> tuple[str, str]:
     """Return what follows the colon, as an option."""
     name = chosen.subject
     if name not in hints(chosen):
-        raise ConfigError(asked, f"{chosen.kind} runs no model of its own", f"write {chosen.kind!r}")
+        raise ConfigError(subject, f"{chosen.kind} runs no model of its own", f"write {chosen.kind!r}")
     if not text:
-        raise ConfigError(asked, f"no {name} after the colon", f"write {chosen.kind}:{name.upper()}")
+        raise ConfigError(subject, f"no {name} after the colon", f"write {chosen.kind}:{name.upper()}")
     return name, text
 
 

@@ -1,6 +1,6 @@
 """Re-sampling and verification fusion, for every drafter whose logits of a level do not depend on drafted tokens.
 
-Once the target has said which token is right, the levels behind it still stand: each is of a place in the text. They
+Once the target has chosen which token is right, the levels after it still stand: each is of a place in the text. They
 give new candidates below the new root, which are verified on top of the next draft, in place of some of it, or alone.
 
 Source: Lyanna, sections 5.3 (Algorithm 2) and 6.2 (verification fusion).
@@ -62,8 +62,8 @@ def left_over(drafted: Drafted | None, length: int, threshold: int) -> LevelScor
     sampled.
 
     With a tokens accepted the target's own one is at level a + 1: rejected there, or not drafted at all. So the first
-    level is of the place behind the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
-    in short stays right.
+    level is of the place after the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
+    truncated stays right.
     """
     if drafted is None or length <= drafted[0]:
         return None
@@ -72,7 +72,7 @@ def left_over(drafted: Drafted | None, length: int, threshold: int) -> LevelScor
 
 
 class Resampling:
-    """What each sequence's last draft left over, and how fresh and re-sampled nodes share a budget.
+    """Describe what each sequence's last draft left over, and how fresh and re-sampled nodes share a budget.
 
     Args:
         config: of the drafter.
@@ -85,7 +85,7 @@ class Resampling:
 
     def __init__(self, config: ResamplingConfig, nodes: int, levels: int) -> None:
         self.form, self.extra, self.threshold, self.nodes = config.resample, config.extra, config.threshold, nodes
-        self._drafted: dict[int, Drafted] = {}  # by sequence: what was not used again so far
+        self._drafted: dict[int, Drafted] = {}  # by sequence: levels not used again so far
         if not self.on:
             config.require("threshold", not config.threshold, "is of no meaning without re-sampling")
         else:
@@ -96,7 +96,7 @@ class Resampling:
 
     @property
     def on(self) -> bool:
-        """Whether there is any."""
+        """Return whether there is any."""
         return self.form != "off"
 
     @property
@@ -109,7 +109,7 @@ class Resampling:
         return (name, MARK) if self.on else ()
 
     def share(self, budget: int, again: bool) -> tuple[int, int]:
-        """How many fresh and how many re-sampled nodes a budget has room for: fresh ones come first.
+        """Return how many fresh and how many re-sampled nodes a budget has room for: fresh ones come first.
 
         Args:
             budget: nodes.
@@ -124,13 +124,13 @@ class Resampling:
     def _room(self, budget: int) -> int:
         if self.form == "alone":
             return min(self.extra, budget)
-        own = self.nodes - self.extra if self.form == "equal" else self.nodes
-        return max(0, min(self.extra, budget - own))
+        fresh_nodes = self.nodes - self.extra if self.form == "equal" else self.nodes
+        return max(0, min(self.extra, budget - fresh_nodes))
 
-    def keep(self, view: Sequence, said: LevelScores) -> None:
+    def keep(self, view: Sequence, scores: LevelScores) -> None:
         """Note what a fresh draft is made of."""
         if self.on:
-            self._drafted[view.key] = len(view.tokens), said
+            self._drafted[view.key] = len(view.tokens), scores
 
     def take(self, view: Sequence, budget: int, max_depth: int) -> LevelScores | None:
         """Return the levels that were left over, as many as can be used; None: there are none, or there is no room.
@@ -141,12 +141,12 @@ class Resampling:
             return None
         drafted = self._drafted.pop(view.key, None)
         most = min(self._room(budget), max_depth)
-        left = left_over(drafted, len(view.tokens), self.threshold) if most > 0 else None
-        return None if left is None else cut(left, 0, most)
+        rest = left_over(drafted, len(view.tokens), self.threshold) if most > 0 else None
+        return None if rest is None else cut(rest, 0, most)
 
-    def fresh(self, left: LevelScores | None) -> bool:
-        """Whether a sequence gets a fresh draft, given what it has left over."""
-        return self.form != "alone" or left is None
+    def fresh(self, rest: LevelScores | None) -> bool:
+        """Return whether a sequence gets a fresh draft, given what it has left over."""
+        return self.form != "alone" or rest is None
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended or preempted sequences."""

@@ -1,15 +1,15 @@
 """Draft sessions: drafting below nodes of a tree that the target has not decided on yet.
 
-A round that drafts while the target computes asks for levels, not for drafts. A session holds one sequence's text and
-the nodes drafted below it, until the verdict says which of them the text goes on with:
+A round that drafts while the target computes requests levels, not drafts. A session holds one sequence's text and
+the nodes drafted below it, until the verdict states which of them the text continues with:
 
     open      the sequence, as plain data
     grow      one level: nodes that are given with their tokens, and drafted children below them and below others
-    reroot    the text goes on to a drafted node: what hangs below it stays, all else goes
-    commit    the text goes on with other tokens: every node goes
+    reroot    the text continues to a drafted node: nodes below it stay, all others go
+    commit    the text continues with other tokens: every node goes
     close     the sequence ended or was preempted
 
-All that is said or answered is plain data, so that sessions can be served in another process as well. Node 0 is the
+All messages and answers are plain data, so that sessions can be served in another process as well. Node 0 is the
 root, the text's last token, whichever that is; other nodes have the number that they were given while they are there.
 """
 
@@ -44,7 +44,7 @@ class Opening:
     sample_index: int
     max_len: int | None = None  # prompt and output together cannot grow beyond this
     prediction: abc.Sequence[int] = ()  # text that the output is likely to repeat
-    sources: frozenset[int] | None = None  # marks of the drafters that are asked for it; None: all
+    sources: frozenset[int] | None = None  # marks of the drafters that are called for it; None: all
     matcher: Matcher | None = None  # of the grammar in ``params``; of this session alone
 
     @staticmethod
@@ -62,24 +62,24 @@ class Ask:
     """One level that a session's tree is to grow by."""
 
     key: int
-    given: abc.Sequence[tuple[int, int]] = ()  # parent and token of nodes to add, below which children are drafted
+    added: abc.Sequence[tuple[int, int]] = ()  # parent and token of nodes to add, below which children are drafted
     expand: abc.Sequence[int] = ()  # nodes that are there already below which children are drafted
     width: Annotated[int, Field(ge=1)] = 1  # children of each
     most: abc.Sequence[
         Annotated[int, Field(ge=0)]
     ] = ()  # of each given, then each expanded node: tokens below it that may come at once; none: one
 
-    def room(self, given: abc.Sequence[int]) -> dict[int, int]:
-        """Tokens that may come at once below each node; ``given`` are the numbers of the given nodes."""
-        nodes = [*given, *self.expand]
+    def room(self, added: abc.Sequence[int]) -> dict[int, int]:
+        """Return how many tokens may come at once below each node; ``added`` numbers the added nodes."""
+        nodes = [*added, *self.expand]
         return dict(zip(nodes, self.most or [1] * len(nodes), strict=True))
 
 
 @dataclass(slots=True)
-class Grown:
-    """What a session's tree has grown by."""
+class NewNodes:
+    """Describe what a session's tree has grown by."""
 
-    given: list[int] = field(default_factory=list)  # the nodes of `Ask.given`; a child with that token is taken again
+    added: list[int] = field(default_factory=list)  # the nodes of `Ask.added`; a child with that token is taken again
     parents: list[int] = field(default_factory=list)  # of each drafted child
     nodes: list[int] = field(default_factory=list)  # its number
     tokens: list[int] = field(default_factory=list)
@@ -101,11 +101,11 @@ class DraftSessions(Protocol):
     def open(self, opening: Opening) -> None:
         """Begin with a sequence."""
 
-    def grow(self, asks: abc.Sequence[Ask]) -> list[Grown]:
-        """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
+    def grow(self, asks: abc.Sequence[Ask]) -> list[NewNodes]:
+        """One level for each of several sequences; nodes that cannot be expanded (for want of room) get no child.
 
         A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
-        asked for: each but its last node then has its one child.
+        requested: each but its last node then has its one child.
 
         Raises:
             KeyError: a sequence, or a node, that is not there.
@@ -124,41 +124,41 @@ class DraftSessions(Protocol):
         """Drop what was kept of sequences that are closed."""
 
 
-class Growing(Protocol):
-    """A growth of several levels, as far as it is known."""
+class Pending(Protocol):
+    """A growth of several levels, to the extent that it is known."""
 
-    levels: list[dict[int, Grown]]  # by level what came, by sequence; sequences of which nothing was left are missing
+    levels: list[dict[int, NewNodes]]  # by level, then by sequence; finished sequences are missing
     times: list[tuple[float, float]]  # by level: when it was drafted, by `time.perf_counter` of this host
     done: bool  # nothing more will come
 
 
 @runtime_checkable
-class GoingSessions(DraftSessions, Protocol):
-    """Sessions served elsewhere: growths go on there by themselves, a level at a time.
+class AsyncSessions(DraftSessions, Protocol):
+    """Sessions served elsewhere: growths continue there by themselves, a level at a time.
 
-    `commit`, `reroot` and `close` of a sequence call off what is left of its growths. Whatever is lost on the way, or
-    comes too late, raises; then all sessions are gone, and are opened anew once `ready` says so.
+    `commit`, `reroot` and `close` of a sequence call off the rest of its growths. Whatever is lost on the way, or
+    comes too late, raises; then all sessions are gone, and are opened again once `ready` returns true.
     """
 
     def ready(self) -> bool:
-        """Whether sessions may be opened now.
+        """Return whether sessions may be opened now.
 
         Raises:
             ConfigError: they never will be.
         """
 
-    def begin(self, asks: abc.Sequence[Ask], levels: abc.Sequence[abc.Sequence[int]]) -> Growing:
+    def begin(self, asks: abc.Sequence[Ask], levels: abc.Sequence[abc.Sequence[int]]) -> Pending:
         """Begin to grow, and wait for nothing.
 
         Args:
             asks: the first level, each of another sequence and with a node or more.
-            levels: of each ask, for every given and every expanded node, tokens wanted below it.
+            levels: by request, for every given and every expanded node, tokens wanted below it.
         """
 
     def look(self) -> None:
         """Take what came of all growths."""
 
-    def wait(self, growing: Growing) -> None:
+    def wait(self, growing: Pending) -> None:
         """Until a growth is done."""
 
 
@@ -167,26 +167,26 @@ def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Pro
 
     Args:
         sessions: opened for these sequences, and without drafted nodes.
-        want: what is wanted.
+        want: the request.
         levels: of a chain, at most.
     """
     drafts = [Proposal() for _ in want.sequences]
-    left: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
+    going: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
     for place, (view, budget, max_depth) in enumerate(want.rows()):
-        if (wanted := min(budget, max_depth, levels)) > 0:
-            left[view.key] = place, ROOT, wanted
+        if (count := min(budget, max_depth, levels)) > 0:
+            going[view.key] = place, ROOT, count
     floor = want.log_floor
-    while left:
-        asks = [Ask(key, expand=[tip], most=[wanted]) for key, (_, tip, wanted) in left.items()]
+    while going:
+        asks = [Ask(key, expand=[tip], most=[count]) for key, (_, tip, count) in going.items()]
         for ask, grown in zip(asks, sessions.grow(asks), strict=True):
-            place, _, wanted = left.pop(ask.key)
+            place, _, count = going.pop(ask.key)
             draft, score = drafts[place], 0.0
             for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
                 score = log_q + (draft.log_scores[-1] if draft.log_scores else 0.0)
                 draft.add(len(draft), token, score)
                 if score < floor:
                     break
-            more = wanted - len(grown.tokens)
+            more = count - len(grown.tokens)
             if grown.nodes and more > 0 and score >= floor:
-                left[ask.key] = place, grown.nodes[-1], more
+                going[ask.key] = place, grown.nodes[-1], more
     return drafts

@@ -39,7 +39,7 @@ class SuffixConfig(DrafterConfig):
 
     kind: ClassVar[str] = "suffix"
     min_match: ClassVar[int] = 1  # shortest run of last tokens that counts as a match
-    max_match: ClassVar[int] = 32  # longest run of last tokens that is told apart
+    max_match: ClassVar[int] = 32  # longest run of last tokens that is distinguished
     reach: ClassVar[float] = 4.0  # tokens drafted at most for each matched token
     min_prob: ClassVar[float] = 0.1  # a draft stops where its estimated chance falls below
 
@@ -98,24 +98,24 @@ class SuffixAutomaton:
         """Return the state of the current run with ``token`` appended, made where it is new."""
         edges, length, link = self.edges, self.length, self.link
         state = self._last
-        known = edges[state].get(token)
-        if known is not None:  # a later text repeats an earlier one
-            return known if length[known] == length[state] + 1 else self._split(state, token, known)
+        child = edges[state].get(token)
+        if child is not None:  # a later text repeats an earlier one
+            return child if length[child] == length[state] + 1 else self._split(state, token, child)
         created = self._add(length[state] + 1, 0, {}, 0)
         while state >= 0 and token not in edges[state]:
             edges[state][token] = created
             state = link[state]
         if state >= 0:
-            known = edges[state][token]
-            link[created] = known if length[known] == length[state] + 1 else self._split(state, token, known)
+            child = edges[state][token]
+            link[created] = child if length[child] == length[state] + 1 else self._split(state, token, child)
         return created
 
-    def _split(self, state: int, token: int, known: int) -> int:
-        """Part the runs of ``known`` that end a run of ``state`` plus ``token`` from its longer ones."""
+    def _split(self, state: int, token: int, original: int) -> int:
+        """Part the runs of ``original`` that end a run of ``state`` plus ``token`` from its longer ones."""
         edges, link = self.edges, self.link
-        short = self._add(self.length[state] + 1, link[known], edges[known].copy(), self.count[known])
-        link[known] = short
-        while state >= 0 and edges[state].get(token) == known:
+        short = self._add(self.length[state] + 1, link[original], edges[original].copy(), self.count[original])
+        link[original] = short
+        while state >= 0 and edges[state].get(token) == original:
             edges[state][token] = short
             state = link[state]
         return short
@@ -141,7 +141,7 @@ class SuffixAutomaton:
         return self.settle(state, min(matched + 1, self.max_match)) if state > 0 else (0, 0)
 
     def settle(self, state: int, matched: int) -> tuple[int, int]:
-        """Where a run of ``matched`` tokens is now, after states were split or the run was shortened."""
+        """Return where a run of ``matched`` tokens is now, after states were split or the run was shortened."""
         length, link = self.length, self.link
         while state > 0 and length[link[state]] >= matched:
             state = link[state]
@@ -209,18 +209,18 @@ class _Sequence:
     def catch_up(self, tokens: list[int]) -> None:
         """Take in new tokens: first match, then append, so that a match always ends before the last token."""
         self.tokens = tokens
-        own, automaton = self.own, self.own.automaton
-        for token in tokens[own.seen :]:
-            own.state, own.matched = automaton.follow(own.state, own.matched, token)
+        cursor, automaton = self.own, self.own.automaton
+        for token in tokens[cursor.seen :]:
+            cursor.state, cursor.matched = automaton.follow(cursor.state, cursor.matched, token)
             automaton.append(token)
-            own.state, own.matched = automaton.settle(own.state, own.matched)
-        own.seen = len(tokens)
+            cursor.state, cursor.matched = automaton.settle(cursor.state, cursor.matched)
+        cursor.seen = len(tokens)
 
     def matches(self, generations: abc.Sequence[SuffixAutomaton]) -> Iterator[_Match]:
-        """Return the own match, then those in the shared automata, brought up to date when asked for."""
+        """Return the own match, then those in the shared automata, brought up to date when requested."""
         yield self.own
-        kept = {id(match.automaton): match for match in self.shared}
-        self.shared = [kept.get(id(automaton)) or _Match(automaton) for automaton in generations]
+        by_automaton = {id(match.automaton): match for match in self.shared}
+        self.shared = [by_automaton.get(id(automaton)) or _Match(automaton) for automaton in generations]
         for match in self.shared:
             match.catch_up(self.tokens)
             yield match
@@ -288,8 +288,8 @@ class SuffixDrafter(LookUp):
             for token in path:
                 place, length = match.automaton.follow(place, length, token)
             place, length = match.automaton.continued(place, length)
-            if length > longest and (found := self._followers(match.automaton, place)):
-                best, longest = found, length
+            if length > longest and (followers := self._followers(match.automaton, place)):
+                best, longest = followers, length
         return [(token, math.log(-negative) + log_trust(longest, 1)) for negative, token in sorted(best)[:width]]
 
     def observe(self, step: StepFeatures) -> None:
@@ -304,14 +304,14 @@ class SuffixDrafter(LookUp):
         """`draft_one` for all, in one compiled call where there is one."""
         if self._texts is None:
             return super().draft(want)
-        most, asked = self.config.depth, []
+        most, texts = self.config.depth, []
         for seq, budget, max_depth in want.rows():
             if budget > 0 and max_depth > 0:
                 self._outputs[seq.key] = seq.tokens, seq.prompt_len
-                asked.append((seq.key, seq.tokens, min(most, budget), min(most, max_depth)))
-        found = iter(self._texts.draft(asked) if asked else ())
+                texts.append((seq.key, seq.tokens, min(most, budget), min(most, max_depth)))
+        pairs = iter(self._texts.draft(texts) if texts else ())
         rows = want.rows()
-        return [_chained(*next(found)) if budget > 0 and max_depth > 0 else Proposal() for _, budget, max_depth in rows]
+        return [_chained(*next(pairs)) if budget > 0 and max_depth > 0 else Proposal() for _, budget, max_depth in rows]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
         """Return the best scored draft of the own text and the shared outputs; empty where nothing matches."""
@@ -330,7 +330,7 @@ class SuffixDrafter(LookUp):
             if (score := drafted.expected_accepted) > best_score:
                 best, best_score = drafted, score
                 best.matched = match.matched
-        for i, depth in enumerate(depths_below(best.parents)):  # frequencies say nothing of how long the match is
+        for i, depth in enumerate(depths_below(best.parents)):  # frequencies do not depend on the length of the match
             best.log_scores[i] += log_trust(best.matched, depth)
         return best
 

@@ -15,7 +15,7 @@ from ..core.sampling import SequenceSampler
 from ..core.sequence import Sequence
 from .base import Drafter, DraftRequest
 from .proposal import Proposal
-from .sessions import ROOT, Ask, Grown, Opening
+from .sessions import ROOT, Ask, NewNodes, Opening
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class LookUp(Drafter):
         self.target = target
 
     def draft(self, want: DraftRequest) -> list[Proposal]:
-        """`draft_one` for every sequence. What comes out is read only."""
+        """`draft_one` for every sequence. The result is read only."""
         return [self.draft_one(*row) for row in want.rows()]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
@@ -44,10 +44,10 @@ class LookUp(Drafter):
         raise NotImplementedError(f"{type(self).__name__}.draft_one")
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> Found:
-        """Tokens that may follow the text and the drafted ``path`` behind it, which is not decided on.
+        """Tokens that may follow the text and the drafted ``path`` after it, which is not decided on.
 
         Args:
-            sequence: the text is taken in as far as it is new; ``path`` is not.
+            sequence: the text is taken in to the extent that it is new; ``path`` is not.
             path: drafted tokens.
             width: tokens wanted, at most.
 
@@ -57,28 +57,28 @@ class LookUp(Drafter):
         raise NotImplementedError(f"{type(self).__name__}.continuations")
 
     def sessions(self, rows: int) -> TextSessions:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         assert self.target is not None, "bind comes before sessions"
         return TextSessions(LookUps({0: self}), self.target.vocab_size, self.target.eos_ids)
 
 
 class LookUps:
-    """Look-ups as one, in the order in which they are asked.
+    """Look-ups as one, in the order in which they are called.
 
     Args:
         parts: the look-ups, by their source marks.
-        sure: log of the chance from which on none of the others is asked.
+        sure: log of the chance from which on none of the others is called.
     """
 
     def __init__(self, parts: abc.Mapping[int, LookUp], sure: float = 0.0) -> None:
         self._parts, self._sure = parts, sure
 
-    def knows(self, found: Found) -> bool:
-        """Whether nobody else need be asked."""
-        return bool(found) and found[0][1] >= self._sure
+    def knows(self, matches: Found) -> bool:
+        """Return whether nobody else need be used."""
+        return bool(matches) and matches[0][1] >= self._sure
 
     def find(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> tuple[int, Found]:
-        """Return what the first says that is sure, else what the surest says, and its source mark.
+        """Return the followers of the first look-up that is sure, else of the surest, and its source mark.
 
         Tokens that the sequence's grammar does not allow are left out.
         """
@@ -87,33 +87,33 @@ class LookUps:
             if sequence.sources is not None and source not in sequence.sources:
                 continue
             try:
-                found = _allowed(sequence, path, part.continuations(sequence, path, width))
+                matches = _allowed(sequence, path, part.continuations(sequence, path, width))
             except ConfigError:  # of the request's grammar: the target meets it, too, and ends the request
                 continue
-            if found and (not best[1] or found[0][1] > best[1][0][1]):
-                best = source, found
-            if self.knows(found):
+            if matches and (not best[1] or matches[0][1] > best[1][0][1]):
+                best = source, matches
+            if self.knows(matches):
                 break
         return best
 
     def release(self, keys: abc.Sequence[int]) -> None:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         for part in self._parts.values():
             part.release(keys)
 
     def forget(self) -> None:
-        """See `Drafter`."""
+        """Implement `Drafter`."""
         for part in self._parts.values():
             part.forget()
 
 
-def _allowed(sequence: Sequence, path: abc.Sequence[int], found: Found) -> Found:
+def _allowed(sequence: Sequence, path: abc.Sequence[int], matches: Found) -> Found:
     """Return the tokens that the sequence's grammar allows after ``path``."""
     sampler = sequence.sampler
-    if sampler.matcher is None or not found:
-        return found
-    allowed = sampler.matcher.within(sampler.output_ids, [[*path, token] for token, _ in found])
-    return [one for one, fits in zip(found, allowed, strict=True) if fits]
+    if sampler.matcher is None or not matches:
+        return matches
+    allowed = sampler.matcher.within(sampler.output_ids, [[*path, token] for token, _ in matches])
+    return [one for one, fits in zip(matches, allowed, strict=True) if fits]
 
 
 @dataclass(slots=True)
@@ -123,8 +123,8 @@ class Node:
     parent: int
     token: int
     depth: int  # below the root, as of now
-    score: float = 0.0  # log q of the drafted tokens behind the last given one
-    row: int = -1  # of its K/V, behind the text's; -1: not computed
+    score: float = 0.0  # log q of the drafted tokens after the last given one
+    row: int = -1  # of its K/V, after the text's; -1: not computed
 
 
 @dataclass(slots=True)
@@ -134,14 +134,14 @@ class DraftTree:
     view: Sequence
     nodes: dict[int, Node] = field(default_factory=dict)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
-    states: dict[int, Any] = field(default_factory=dict)  # by node: what its row gave that rows below it need
+    states: dict[int, Any] = field(default_factory=dict)  # by node: results of its row for rows below it
     fresh: int = ROOT + 1  # the next number
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
         """Return a child of a node, new or there already."""
-        found = self.children.get((parent, token))
-        if found is not None:
-            return found
+        existing = self.children.get((parent, token))
+        if existing is not None:
+            return existing
         if parent != ROOT and parent not in self.nodes:
             raise KeyError(f"node {parent} of sequence {self.view.key}")
         number, self.fresh = self.fresh, self.fresh + 1
@@ -150,16 +150,16 @@ class DraftTree:
         return number
 
     def depth(self, node: int) -> int:
-        """Of a node; the root's is 0."""
+        """Return the depth of a node; the root's is 0."""
         return self.nodes[node].depth if node != ROOT else 0
 
     def path(self, node: int) -> list[int]:
         """Nodes from below the root to ``node``."""
-        found: list[int] = []
+        nodes: list[int] = []
         while node != ROOT:
-            found.append(node)
+            nodes.append(node)
             node = self.nodes[node].parent
-        return found[::-1]
+        return nodes[::-1]
 
     def tokens(self, node: int) -> list[int]:
         """Drafted tokens from below the root to ``node``."""
@@ -180,19 +180,19 @@ class DraftTree:
         done = sum(self.nodes[number].row >= 0 for number in path)
         rows = sorted(self.nodes[number].row for number in stays)
         moved = {row: place - done for place, row in enumerate(rows)}
-        kept = {number: self.nodes[number] for number in below - {root}}
-        for node in kept.values():
+        remaining = {number: self.nodes[number] for number in below - {root}}
+        for node in remaining.values():
             node.depth -= depth
             node.parent = ROOT if node.parent == root else node.parent
             node.row = moved.get(node.row, -1)
         states = self.states.items()
-        self.states = {ROOT if n == root else n: state for n, state in states if n == root or n in kept}
-        self.nodes = kept
-        self.children = {(node.parent, node.token): number for number, node in kept.items()}
+        self.states = {ROOT if n == root else n: state for n, state in states if n == root or n in remaining}
+        self.nodes = remaining
+        self.children = {(node.parent, node.token): number for number, node in remaining.items()}
         return rows, done
 
 
-NOBODY = Ask(-1)  # of a pass that no level was asked for
+NOBODY = Ask(-1)  # of a pass without a requested level
 
 
 @dataclass(slots=True)
@@ -200,17 +200,17 @@ class Expansion:
     """One sequence's part of a pass."""
 
     session: Any
-    wanted: list[int]  # nodes to expand
+    parents: list[int]  # nodes to expand
     computed: list[int]  # nodes without K/V that the pass computes, parents first
-    ask: Ask = NOBODY  # the level that was asked for, where it is one
-    grown: Grown = field(default_factory=Grown)  # the answer
+    ask: Ask = NOBODY  # the level that was requested, where it is one
+    grown: NewNodes = field(default_factory=NewNodes)  # the answer
 
 
 class TextSessions:
     """Sessions of look-ups, and what those of a network share with them.
 
     Args:
-        look_ups: are asked first, for every node.
+        look_ups: are called first, for every node.
         vocab_size, eos_ids: of the target.
     """
 
@@ -223,7 +223,7 @@ class TextSessions:
         return DraftTree(view)
 
     def open(self, opening: Opening) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self.close(opening.key)
         self._open[opening.key] = self._begin(opened(opening, self._vocab, self._eos_ids))
 
@@ -235,51 +235,54 @@ class TextSessions:
         """Add children of nodes that no look-up is sure of."""
 
     @inference
-    def grow(self, asks: abc.Sequence[Ask]) -> list[Grown]:
-        """See `DraftSessions`: nodes that a look-up is sure of are not computed."""
-        grown, unsure = list[Grown](), list[dict[int, tuple[int, Found]]]()
+    def grow(self, asks: abc.Sequence[Ask]) -> list[NewNodes]:
+        """Implement `DraftSessions`: nodes that a look-up is sure of are not computed."""
+        grown, unsure = list[NewNodes](), list[dict[int, tuple[int, Found]]]()
         ready: list[Expansion] = []
         for ask in asks:
             session = self._open[ask.key]
-            grown.append(own := Grown([session.add(*given) for given in ask.given]))
-            unsure.append(self._look_up(session, ask, own))
+            grown.append(each := NewNodes([session.add(*child) for child in ask.added]))
+            unsure.append(self._look_up(session, ask, each))
             if (one := self._prepare(session, [*unsure[-1]])) is not None:
-                one.ask, one.grown = ask, own
+                one.ask, one.grown = ask, each
                 ready.append(one)
         if ready:
             self._expand(ready)
-        for ask, own, left in zip(asks, grown, unsure, strict=True):
-            for node in [node for node in left if node not in own.parents]:  # there is no room, or no such token
-                self._put(self._open[ask.key], node, *left[node], own)
+        for ask, each, rest in zip(asks, grown, unsure, strict=True):
+            for node in [node for node in rest if node not in each.parents]:  # there is no room, or no such token
+                self._put(self._open[ask.key], node, *rest[node], each)
         return grown
 
-    def _look_up(self, session: Any, ask: Ask, grown: Grown) -> dict[int, tuple[int, Found]]:
-        """Return the nodes that no look-up is sure of, and what the look-ups say there; add children of the others."""
+    def _look_up(self, session: Any, ask: Ask, grown: NewNodes) -> dict[int, tuple[int, Found]]:
+        """Return the nodes that no look-up is sure of, and the look-ups' followers there.
+
+        Add children of the others.
+        """
         unsure: dict[int, tuple[int, Found]] = {}
-        for node in dict.fromkeys([*grown.given, *ask.expand]):
-            source, found = self.look_ups.find(session.view, session.tokens(node), ask.width)
-            if self.look_ups.knows(found):
-                self._put(session, node, source, found, grown)
+        for node in dict.fromkeys([*grown.added, *ask.expand]):
+            source, matches = self.look_ups.find(session.view, session.tokens(node), ask.width)
+            if self.look_ups.knows(matches):
+                self._put(session, node, source, matches, grown)
             else:
-                unsure[node] = source, found
+                unsure[node] = source, matches
         return unsure
 
     @staticmethod
-    def _put(session: Any, parent: int, source: int, found: Found, grown: Grown) -> None:
+    def _put(session: Any, parent: int, source: int, matches: Found, grown: NewNodes) -> None:
         above = 0.0 if parent == ROOT else session.nodes[parent].score
-        for token, log_q in found:
+        for token, log_q in matches:
             grown.add(parent, session.add(parent, token, above + log_q), token, log_q, source)
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         tree: DraftTree = self._open[key]
-        said = tree.tokens(node)
+        tokens = tree.tokens(node)
         rows, done = tree.cut(node)
-        self._say(tree, said)
+        self._say(tree, tokens)
         self._keep(tree, rows, done)
 
     def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         tree: DraftTree = self._open[key]
         self._say(tree, tokens)
         self._clear(tree, tokens)
@@ -288,7 +291,7 @@ class TextSessions:
     def _say(tree: DraftTree, tokens: abc.Sequence[int]) -> None:
         tree.view.sampler.commit(tokens)
 
-    def _clear(self, tree: Any, said: abc.Sequence[int]) -> None:
+    def _clear(self, tree: Any, tokens: abc.Sequence[int]) -> None:
         """Drop all nodes: the text has gone on with these tokens."""
         tree.nodes, tree.children, tree.states = {}, {}, {}
 
@@ -296,12 +299,12 @@ class TextSessions:
         """Keep these rows of K/V, of which the first are of the text, where there is any."""
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._open.pop(key, None)
         self.look_ups.release([key])
 
     def forget(self) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self.look_ups.forget()
 
 

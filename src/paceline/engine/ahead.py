@@ -1,4 +1,4 @@
-"""What rounds share whose drafters draft ahead of the target's decisions: options, refusals, and faults."""
+"""Parts of rounds whose drafters draft ahead of the target's decisions: options, refusals, and faults."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..core.errors import ConfigError
 from ..core.options import option
 from ..draft.base import DrafterSpec
 from ..draft.local_sessions import LocalSessions
-from ..draft.sessions import GoingSessions
-from .base import Place, RoundConfig, RoundParts
+from ..draft.sessions import AsyncSessions
+from .base import RoundConfig, RoundParts, WorkerPlace
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AheadConfig(RoundConfig):
-    """Options of a round that drafts by sessions, in the target's process or beside it in one of their own.
+    """Options of a round that drafts by sessions, in the target's process or next to it in one of their own.
 
     A subclass names in ``chooser`` its option that may be "process".
     """
@@ -48,9 +48,9 @@ class AheadConfig(RoundConfig):
         return bool(getattr(self, self.chooser) == "process")
 
     @property
-    def place(self) -> Place | None:
-        """See `RoundConfig`."""
-        return Place(self.cores, self.threads, device=self.device) if self._apart else None
+    def place(self) -> WorkerPlace | None:
+        """Implement `RoundConfig`."""
+        return WorkerPlace(self.cores, self.threads, device=self.device) if self._apart else None
 
     def misfit(self, spec: DrafterSpec, in_pass: str, remedy: str) -> tuple[str, str] | None:
         """Why a drafter cannot draft ahead, and what to do; None: it can.
@@ -70,7 +70,7 @@ class AheadConfig(RoundConfig):
             return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
         return None
 
-    def sessions(self, parts: RoundParts, rows: int, beside: bool = False) -> GoingSessions:
+    def sessions(self, parts: RoundParts, rows: int, beside: bool = False) -> AsyncSessions:
         """Return sessions with room for so many drafted nodes of a sequence.
 
         Here (in a thread, if ``beside``) or in a process.
@@ -82,22 +82,22 @@ class AheadConfig(RoundConfig):
 
 
 class SessionGuard:
-    """What becomes of sessions that fail: it costs no request. Those of another process may come back.
+    """Describe what becomes of sessions that fail: it costs no request. Those of another process may come back.
 
     Args:
         drafter: its name.
         sessions: of it.
-        drop: told that all sessions are gone.
+        drop: called when all sessions are gone.
     """
 
-    def __init__(self, drafter: str, sessions: GoingSessions, drop: Callable[[], None]) -> None:
+    def __init__(self, drafter: str, sessions: AsyncSessions, drop: Callable[[], None]) -> None:
         self.failure: str | None = None  # why drafting has ended
         self._drafter, self._sessions, self._drop = drafter, sessions, drop
         self._comes_back = not isinstance(sessions, LocalSessions)
         self._away = self._comes_back
 
     def __enter__(self) -> None:
-        """In here nothing is raised: decoding goes on without the drafter, until it comes back where it can."""
+        """In here nothing is raised: decoding continues without the drafter, until it comes back where it can."""
 
     def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> bool:
         if isinstance(error, Exception):
@@ -111,7 +111,7 @@ class SessionGuard:
 
     @property
     def there(self) -> bool:
-        """Whether sessions can be asked for anything."""
+        """Return whether sessions can be used."""
         return self.failure is None and not self._away
 
     def look(self) -> bool:

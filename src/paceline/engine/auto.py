@@ -7,12 +7,12 @@ of the batch is worth, in tokens beyond a plain step,
 
 and the k that makes the most of it is checked; nothing, where nothing pays. This is the condition for the most tokens a
 second over many steps (a ratio is at its largest where no choice improves numerator - ratio x denominator; Dinkelbach
-1967). `chances` says how likely nodes are, `costs` what rows take, and both are moving averages.
+1967). `chances` states how likely nodes are, `costs` what rows take, and both are moving averages.
 
-A drafter is asked for a sequence where asks bring more than they cost, on average. A fixed share of the time (`SHARE`)
-goes to asks that are not expected to pay, by source, and to rows that seem too dear, so that a wrong estimate does not
-last; a few steps are plain ones. Once a batch size is known the rule looks at one step of several, and its decisions
-stand in the others.
+A drafter is called for a sequence where calls bring more than they cost, on average. A fixed share of the time
+(`SHARE`) goes to calls that are not expected to pay, by source, and to rows that seem too dear, so that a wrong
+estimate does not last; a few steps are plain ones. Once a batch size is known the rule looks at one step of several,
+and its decisions stand in the others.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .budget import MAX_BUDGET, DraftBudget, StepRecord
 from .chances import FIRST_GAIN, AskGain, Chances, History, best_count
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 
-SHARE = 0.008  # share of the time for asks of a source that are not expected to pay
+SHARE = 0.008  # share of the time for calls of a source that are not expected to pay
 ROW_SHARE = 0.004  # share of the time for rows that are not expected to pay
 PILOT = 3  # calls of a network that are made for one sequence alone, to find out what they cost
 DEAREST = 5.0  # plain steps that a trial may take at most: a long prompt to catch up with
-LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
+LEAST_OPEN = 0.05  # chance of being needed at least, by which the gain of a call is scaled
 MARGIN = 0.1  # nodes must be worth so much more than they cost: the best of many estimates are too good
 FIRST_ROWS = 8  # most nodes of the first check at a batch size; later at most twice as many as ever before
 RATE = 1 / 16  # weight of a step in the tokens a millisecond earned
-PLAIN_FIRST = 2  # plain steps at a batch size before drafts: what drafts are compared with must be measured
+PLAIN_FIRST = 2  # plain steps at a batch size before drafts: the time that drafts are compared with must be measured
 PLAIN_EVERY = 128  # steps between plain ones later; before, as many as double with each of them
 KNOWN_AFTER = 48  # a batch size is known after so many looks; until then the rule looks at every step
 LOOK_EVERY = 8  # then it looks at one step of so many, as long as the batch stays the same
@@ -48,10 +48,10 @@ REST = 4  # where nothing is drafted it looks at one step of so many
 
 @dataclass(slots=True)
 class _Asks:
-    """The asks of one source in a step."""
+    """The calls of one source in a step."""
 
     least: dict[int, float] = field(default_factory=dict)  # sequence -> chance of being needed from which it pays
-    opens: dict[int, float] = field(default_factory=dict)  # the same chance, of sequences asked for in the step
+    opens: dict[int, float] = field(default_factory=dict)  # the same chance, of sequences called for in the step
     unseen: int = 0  # tokens that the source had to process first
     ms: float = 0.0  # time of the call, where `record_cost` gave it
     passes: int = 0  # passes of the source's network; else the levels of its deepest proposal
@@ -61,7 +61,7 @@ class _Asks:
 class _BatchSize:
     """Moving averages over steps of a bucket of batch sizes."""
 
-    gains: list[AskGain]  # by source: what asks bring
+    gains: list[AskGain]  # by source: gains of calls
     tokens: float = 0.0  # of a step
     ms: float = 0.0  # of a step
     looks: int = 0
@@ -73,14 +73,14 @@ class AutoBudget(DraftBudget):
     """Chooses which sequences draft, and which nodes are checked; learns from the steps that it looks at.
 
     Args:
-        table: what steps cost, before any was run.
+        table: the costs of steps, before any was run.
         cap: most nodes of a sequence (the drafter's own size).
-        sources: names of the drafters that are asked, cheapest first; one where it is a single one.
-        marks: kinds of nodes that are told apart by their source mark: as many as drafters, or, of a single one, as it
-            has ways to come by them. None: as many as drafters.
+        sources: names of the drafters that are called, cheapest first; one where it is a single one.
+        marks: kinds of nodes that are distinguished by their source mark: as many as drafters, or, of a single one, as
+            it has ways to come by them. None: as many as drafters.
         draft_costs: the costs of each source; None: all sources are look-ups.
         prepares: the source that proposes only what the step before has prepared, in the target's pass; a step that
-            does not ask it prepares nothing. None: there is no such source.
+            does not call it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
         spares: whether a drafter reads states of the step before a draft, and of no earlier one.
 
@@ -112,7 +112,7 @@ class AutoBudget(DraftBudget):
         self._chances = [Chances() for _ in range(marks or len(sources))]
         self._histories: dict[int, History] = {}
         self._sizes: dict[int, _BatchSize] = {}  # by bucket
-        self._expected: dict[int, float] = {}  # source -> tokens that its first ask is taken to bring
+        self._expected: dict[int, float] = {}  # source -> expected gain of its first call, in tokens
         self._steps = self._rested = 0
         self._saved = [0.0] * (len(self.sources) + 1)  # ms for trials by source, and of rows
         # The last look set these; they stand until the next look:
@@ -124,13 +124,13 @@ class AutoBudget(DraftBudget):
         self._prices, self._floors = [0.0], dict[tuple[int, int], float]()  # see `_priced`, `level_chance`
         self._budgets: list[int] = []
         self._asks = [_Asks() for _ in sources]
-        self._tries = False  # whether asks are made to learn
+        self._tries = False  # whether calls are made to learn
         self._all = False  # whether all proposed nodes were checked
         self._choice = 0, 0, 0.0  # the last choice: batch size, nodes over the batch, their expected tokens
 
     @classmethod
-    def of(cls, spec: DrafterSpec, table: CostTable, own: CostTable | None = None) -> Self:
-        """Return the budget of a drafter; ``own``: what passes of its draft model cost, where that was calibrated."""
+    def of(cls, spec: DrafterSpec, table: CostTable, costs: CostTable | None = None) -> Self:
+        """Return the budget of a drafter; ``costs``: times of passes of its draft model, where that was calibrated."""
         parts = spec.parts or (spec,)
         return cls(
             table,
@@ -138,7 +138,7 @@ class AutoBudget(DraftBudget):
             sources=spec.sources if spec.parts else (spec.name,),
             marks=len(spec.sources),
             draft_costs=[
-                DraftCosts.of_network(table, own, part.cached) if part.network else DraftCosts() for part in parts
+                DraftCosts.of_network(table, costs, part.cached) if part.network else DraftCosts() for part in parts
             ],
             prepares=next((k for k, part in enumerate(parts) if part.in_pass), None),
             blind=spec.proposes == "sampled",
@@ -165,7 +165,7 @@ class AutoBudget(DraftBudget):
         return budgets
 
     def _look(self, views: abc.Sequence[Sequence]) -> list[int]:
-        """Decide anew which sources to ask for which sequences."""
+        """Decide again which sources to call for which sequences."""
         size = self._size = self._size_at(self._batch)
         histories = []
         for view in views:
@@ -184,19 +184,19 @@ class AutoBudget(DraftBudget):
         self._asks, self._tries = [_Asks() for _ in self._asks], False
         if self._plain_due():
             return [0] * len(views)
-        wanted = set[int]()
+        due = set[int]()
         for source in range(len(self._asks)):
             # Rows that cost more than they may bring leave only trials.
             paying = set() if size.rows and self.row_chance >= 1 else self._paying(source, histories)
-            wanted |= paying | self._trial(source, histories, paying)
-        if not wanted:
+            due |= paying | self._trial(source, histories, paying)
+        if not due:
             self._next += REST - 1
         elif size.looks >= KNOWN_AFTER and not self._tries:
             self._next += LOOK_EVERY - 1
         best = [self.cap for _ in histories]
         if self._blind:  # scores may not be looked at: so many nodes as pay by their depth
             best = [max(1, best_count(h.unscored(self.cap), self._priced(self.cap))) for h in histories]
-        return [count if i in wanted else 0 for i, count in enumerate(best)]
+        return [count if i in due else 0 for i, count in enumerate(best)]
 
     def _size_at(self, batch: int) -> _BatchSize:
         size = self._sizes.get(bucket(batch))
@@ -247,9 +247,9 @@ class AutoBudget(DraftBudget):
         count = best_count([values[i] for i in order], prices)
         share = prices[max(1, count)] / max(1, count) if order else 0.0
         for place, i in enumerate(order):
-            known = histories[i].gains[source]
-            pays = (share + dear[i]) * max(known.open, LEAST_OPEN) / known.gain
-            least[histories[i].view.key] = min(pays, known.open) if place < count else pays
+            gain_estimate = histories[i].gains[source]
+            pays = (share + dear[i]) * max(gain_estimate.open, LEAST_OPEN) / gain_estimate.gain
+            least[histories[i].view.key] = min(pays, gain_estimate.open) if place < count else pays
         return set(order[:count])
 
     def _catch_up_ms(self, source: int, history: History) -> float:
@@ -258,21 +258,22 @@ class AutoBudget(DraftBudget):
         return max(0, missed) * self.draft_costs[source].catch_up_ms
 
     def _trial(self, source: int, histories: abc.Sequence[History], paying: set[int]) -> set[int]:
-        """Return the sequences that a source is asked for although it is not expected to pay.
+        """Return the sequences that a source is called for although it is not expected to pay.
 
-        Those that waited longest while saved time is left, and those for which the last ask has only prepared this one.
+        Those that waited longest while saved time is left, and those for which the last call has only prepared this
+        one.
         """
         if self.row_chance * (1 + MARGIN) >= 1:
             return set()
         idle = [i for i in range(len(histories)) if i not in paying]
-        found = {i for i in idle if histories[i].begun[source]}
+        chosen = {i for i in idle if histories[i].begun[source]}
         for i in sorted(idle, key=lambda i: histories[i].asked_at[source]):
             cost = self.draft_costs[source].predict(1) + self._catch_up_ms(source, histories[i])
-            if i not in found and cost <= DEAREST * self._plain_ms and self._spend(source, cost):
-                found.add(i)
-        self._asks[source].least.update(dict.fromkeys([histories[i].view.key for i in found], 0.0))
-        self._tries |= bool(found)
-        return found
+            if i not in chosen and cost <= DEAREST * self._plain_ms and self._spend(source, cost):
+                chosen.add(i)
+        self._asks[source].least.update(dict.fromkeys([histories[i].view.key for i in chosen], 0.0))
+        self._tries |= bool(chosen)
+        return chosen
 
     def _save(self, ms: float) -> None:
         """Set a share of some steps' time aside for trials, up to a plain step's time."""
@@ -290,7 +291,7 @@ class AutoBudget(DraftBudget):
     # -- between proposal and pass: see `DraftRule`
 
     def ask(self, source: int, views: abc.Sequence[Sequence], first: abc.Sequence[float]) -> list[int]:
-        """Return which sequences to ask one of several sources for.
+        """Return which sequences to call one of several sources for.
 
         Given for each the chance that what others proposed begins right.
         """
@@ -301,7 +302,7 @@ class AutoBudget(DraftBudget):
         return chosen
 
     def _note(self, source: int, opens: dict[int, float]) -> None:
-        """Note that a source is asked for these sequences."""
+        """Note that a source is called for these sequences."""
         unseen, step = 0, self._steps
         for key in opens:
             history = self._histories[key]
@@ -351,7 +352,7 @@ class AutoBudget(DraftBudget):
             levels = max(levels, deepest)
         ranked.sort(key=lambda node: node[0])
         chances = [-path for path, *_ in ranked]
-        # Of so many rows as never yet the cost is a guess: go on from what is known.
+        # Of so many rows as never yet the cost is a guess: continue from what is known.
         limit = nodes if self._blind else min(nodes, max(FIRST_ROWS, 2 * self._size.rows))
         new, tries = not self._size.rows, self._tries_rows(limit)
         # Of what was never measured the price means nothing: for now, rows are free.
@@ -361,16 +362,16 @@ class AutoBudget(DraftBudget):
         if self.learns:
             if self._one:
                 self._asks[0].passes = levels if passes is None else passes
-            if new or not tries:  # an ask is worth what it will bring once so many rows are known
+            if new or not tries:  # a call is worth its gain once so many rows are known
                 self._learn_gains(histories, tree, ranked[:paying], prices[paying])
         self._rested += nodes > 0 and not count
         self._choice, self._all = (self._batch, count, sum(chances[:count])), 0 < count == nodes and not tries
         if not 0 < count < nodes:
             return tree if count else None
-        kept = [[0] for _ in views]
+        selected = [[0] for _ in views]
         for _, b, node in sorted(ranked[:count], key=lambda node: node[1:]):
-            kept[b].append(node)
-        return tree.kept(kept)
+            selected[b].append(node)
+        return tree.subset(selected)
 
     def _tries_rows(self, rows: int) -> bool:
         """Return whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so.
@@ -390,7 +391,7 @@ class AutoBudget(DraftBudget):
         nodes: abc.Sequence[tuple[float, int, int]],
         price: float,
     ) -> None:
-        """Learn what every ask brought: for each sequence, the tokens expected beyond the price of their rows."""
+        """Learn the gain of every call: for each sequence, the tokens expected beyond the price of their rows."""
         gains = [[0.0] * len(self.sources) for _ in histories]
         for path, b, node in nodes:
             gains[b][0 if self._one else tree.sources[b][node]] -= path + price / len(nodes)
@@ -421,7 +422,7 @@ class AutoBudget(DraftBudget):
             size.ms += RATE * (total_ms - size.ms)
         if any(step.budgets):
             others = sum([asks.ms for source, asks in enumerate(self._asks) if source != self._late])
-            self._learn_costs(self._late, step.ask_ms - others)
+            self._learn_costs(self._late, step.propose_ms - others)
 
     def _learn_costs(self, source: int, ms: float) -> None:
         asks = self._asks[source]
@@ -435,8 +436,8 @@ class AutoBudget(DraftBudget):
             if history := self._histories.pop(sequence.key, None):
                 history.judge()
 
-    def renew(self, source: str, expected: float | None = None) -> None:
-        """See `DraftBudget.renew`: what was counted says little of its drafts."""
+    def reset_source(self, source: str, expected: float | None = None) -> None:
+        """Implement `DraftBudget.renew`: past counts hardly predict its drafts."""
         at, self._keys = self.sources.index(source), []
         if expected is not None:
             self._expected[at] = expected
@@ -450,14 +451,14 @@ class AutoBudget(DraftBudget):
             for mark in range(len(self._chances)) if self._one else [at]:
                 history.shift[mark] = 0.0
 
-    # -- what it says
+    # -- explanations
 
     @property
     def rule(self) -> AutoBudget:
         """Return this budget, which is the rule; see `DraftBudget.rule`."""
         return self
 
-    def rested(self, sequence: Sequence) -> str | None:
+    def idle_reason(self, sequence: Sequence) -> str | None:
         """Return why nothing at all was drafted for a sequence, where drafts did not pay in most of its steps."""
         history = self._histories.get(sequence.key)
         if history is None or sequence.stats.drafted:
@@ -466,7 +467,7 @@ class AutoBudget(DraftBudget):
         return self._explain(1, 0, 0.0) if rests > steps / 2 else None
 
     def explain(self) -> str:
-        """Say what the last step that asked for drafts chose, and why."""
+        """Describe what the last step that called for drafts chose, and why."""
         return self._explain(*self._choice) if self._batch else "auto: no step was planned yet"
 
     def _explain(self, batch: int, nodes: int, tokens: float) -> str:
@@ -475,7 +476,7 @@ class AutoBudget(DraftBudget):
         if not batch:
             return f"{at}: nothing was drafted yet"
         gains = ", ".join(
-            f"{name} {known.gain:.2f}" for name, known in zip(self.sources, self._size.gains, strict=True)
+            f"{name} {estimate.gain:.2f}" for name, estimate in zip(self.sources, self._size.gains, strict=True)
         )
         asks = f"an ask brings, beyond its rows, so many tokens: {gains}"
         if not nodes:

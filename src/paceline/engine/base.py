@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from ..core.named import NamedConfig
 from ..core.sequence import Sequence
 from ..draft.base import Drafter, DrafterSpec, DraftRule
-from ..draft.sessions import GoingSessions
+from ..draft.sessions import AsyncSessions
 from ..kv.pool import KVPool
 from ..model.applications import Application
 from ..model.decoder import Decoder
@@ -35,7 +35,7 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """What came out of one step: of the passes that it ended, which earlier steps may have begun."""
+    """Describe what came out of one step: of the passes that it ended, which earlier steps may have begun."""
 
     works: abc.Sequence[Work]  # whose passes ended
     counts: abc.Mapping[int, tuple[int, int]]  # drafted and accepted tokens by their index; missing: none
@@ -43,14 +43,14 @@ class StepResult:
     draft_ms: float
     verify_ms: float
     host_ms: float
-    ask_ms: float  # of draft_ms: what asking the drafter took; the rest is taps and `observe`, asked or not
+    propose_ms: float  # of draft_ms: what calling the drafter took; the rest is taps and `observe`, called or not
 
 
 class Round(Protocol):
     """One step of drafting and verification, in an order of its own.
 
     A round may have several passes in flight, and a step may end passes that earlier ones began. Such a round *enters*
-    the rows of a pass that goes on behind the step (`SequenceCache.enter`), so that they are not scheduled again. The
+    the rows of a pass that continues after the step (`SequenceCache.enter`), so that they are not scheduled again. The
     slots of a sequence that is released go to others at once: such a round sees to it that no pass writes them later.
     """
 
@@ -73,7 +73,7 @@ class Round(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do without new work: passes are in flight."""
+        """Return whether a step has something to do without new work: passes are in flight."""
 
     @property
     def failure(self) -> str | None:
@@ -105,17 +105,17 @@ class Round(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a drafter's own process runs."""
+class WorkerPlace:
+    """Describe where a drafter's own process runs."""
 
     cores: tuple[int, ...] = ()  # of the CPU; none: all
     threads: int | None = None  # of its layers; None: one a core
-    device: str = ""  # none: one behind the target's
+    device: str = ""  # none: one after the target's
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a target comes from, for rounds that read what was trained for it."""
+class ModelOrigin:
+    """Describe where a target comes from, for rounds that read what was trained for it."""
 
     name: str = "this target"
     folder: Path | None = None  # of its checkpoint; None: in memory alone
@@ -125,20 +125,20 @@ class Origin:
     )  # a round -> what the zoo has that it reads, of the target
 
 
-UNKNOWN = Origin()
+UNKNOWN = ModelOrigin()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundParts:
-    """What a round is made of."""
+    """Describe what a round is made of."""
 
     target: Decoder  # verifies
     pool: KVPool  # its K/V
     drafter: Drafter | None = None  # where `RoundConfig.place` names a process the same drafter runs there; this one is
-    # not bound then, and is asked for nothing but what it declares
+    # not bound then, and is called for nothing but what it declares
     verifier: str = DEFAULT_VERIFIER
-    origin: Origin = UNKNOWN  # where the target comes from
-    serve: abc.Callable[[int, Place], GoingSessions] | None = (
+    origin: ModelOrigin = UNKNOWN  # where the target comes from
+    serve: abc.Callable[[int, WorkerPlace], AsyncSessions] | None = (
         None  # starts the drafter's process, where one is named, with
     )
     # room for so many drafted nodes of a sequence
@@ -151,7 +151,7 @@ class RoundParts:
 class RoundConfig(NamedConfig):
     """Base of a round's options: its name, what it needs of a drafter, and how it is made.
 
-    Which rounds a drafter can run in follows from what it declares: a round says what it needs in `refusal`.
+    Which rounds a drafter can run in follows from what it declares: a round states what it needs in `refusal`.
     """
 
     automatic: ClassVar[bool] = True  # whether it may be chosen where the user names no round
@@ -160,8 +160,8 @@ class RoundConfig(NamedConfig):
     accept = "strict"  # with another rule ids depend on the drafter
 
     @property
-    def place(self) -> Place | None:
-        """Where the drafter runs, if that is a process of its own; None: in the target's."""
+    def place(self) -> WorkerPlace | None:
+        """Return where the drafter runs, if that is a process of its own; None: in the target's."""
         return None
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:

@@ -25,9 +25,9 @@ class StepRecord:
     budgets: abc.Sequence[int]  # [B] nodes that were allowed
     drafted: abc.Sequence[int]  # [B] nodes that were checked
     accepted: abc.Sequence[int]  # [B] drafted tokens that were emitted
-    pure: bool  # every row was a root or a drafted node: no prompt was computed beside them
+    pure: bool  # every row was a root or a drafted node: no prompt was computed next to them
     draft_ms: float
-    ask_ms: float  # of these: what asking the drafter took, which it would not take unasked
+    propose_ms: float  # of these: what calling the drafter took, which it would not take without calls
     rest_ms: float  # everything else of the step: scheduling, target pass, verification, book-keeping
 
 
@@ -38,23 +38,23 @@ class DraftBudget:
     """
 
     learns = False  # whether the engine calls `observe` for the coming step; it reads this after `plan`
-    rests = False  # neither the coming step nor the one behind it drafts: nothing need be prepared; read after `plan`
+    rests = False  # neither the coming step nor the one after it drafts: nothing need be prepared; read after `plan`
 
     @property
     def never_drafts(self) -> bool:
-        """Whether the budget is always 0, so that `plan` need not be called."""
+        """Return whether the budget is always 0, so that `plan` need not be called."""
         return False
 
     @property
     def rule(self) -> DraftRule | None:
-        """What chooses among the proposed nodes; None: all within the budget are checked."""
+        """Return what chooses among the proposed nodes; None: all within the budget are checked."""
         return None
 
     def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
         """Nodes for the coming step.
 
         Args:
-            sequences: [b] those that can draft: one token behind, and room for more than one.
+            sequences: [b] those that can draft: one token back, and room for more than one.
             batch_size: generating sequences in the step, those that cannot draft included.
 
         Returns:
@@ -68,24 +68,24 @@ class DraftBudget:
     def forget(self, sequences: abc.Sequence[Sequence]) -> None:
         """Drop what is kept of sequences that have ended."""
 
-    def renew(self, source: str, expected: float | None = None) -> None:
+    def reset_source(self, source: str, expected: float | None = None) -> None:
         """Note that another drafter takes the place of a source from now on.
 
         Args:
             source: name of the drafter that it replaces, which may be one of a hybrid's.
-            expected: tokens of a draft of it that are accepted, as far as that is known.
+            expected: tokens of a draft of it that are accepted, to the extent that that is known.
         """
 
     def reason(self) -> str | None:
         """Why nothing is drafted at all, known before the first step; None where something may be."""
         return None
 
-    def rested(self, sequence: Sequence) -> str | None:
+    def idle_reason(self, sequence: Sequence) -> str | None:
         """Why drafting was off for most of this sequence's steps, if it was."""
         return self.reason()
 
     def explain(self) -> str:
-        """Say what was chosen, and why, in a sentence."""
+        """Explain the choice in a sentence."""
         return str(self.describe()["why"])
 
     def describe(self) -> dict[str, Any]:
@@ -107,20 +107,20 @@ class FixedBudget(DraftBudget):
         if isinstance(self.size, int):
             _check_size(self.size, f"budget={shown(self.size)}")
             return
-        asked = f"budget={shown(dict(self.size))}"
+        subject = f"budget={shown(dict(self.size))}"
         if not self.size or self.size[0][0] != 1:
-            raise ConfigError(asked, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
+            raise ConfigError(subject, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
         if any(later <= earlier for (earlier, _), (later, _) in pairwise(self.size)):
-            raise ConfigError(asked, "batch sizes must ascend, each listed once", "write it like 1:8,4:4,16:0")
+            raise ConfigError(subject, "batch sizes must ascend, each listed once", "write it like 1:8,4:4,16:0")
         for _, size in self.size:
-            _check_size(size, asked)
+            _check_size(size, subject)
 
     def __str__(self) -> str:
         return str(self.size) if isinstance(self.size, int) else ",".join(f"{b}:{nodes}" for b, nodes in self.size)
 
     @property
     def never_drafts(self) -> bool:
-        """Whether every size is 0."""
+        """Return whether every size is 0."""
         return self.size == 0 if isinstance(self.size, int) else all(nodes == 0 for _, nodes in self.size)
 
     def size_at(self, batch_size: int) -> int:
@@ -141,7 +141,7 @@ class FixedBudget(DraftBudget):
             return self.why or "the draft budget is 0"
         return f"the draft budget is 0 at every batch size ({self})"
 
-    def rested(self, sequence: Sequence) -> str | None:
+    def idle_reason(self, sequence: Sequence) -> str | None:
         """Why a sequence drafted nothing, also where the table allows drafts in smaller batches."""
         if isinstance(self.size, int):
             return self.reason()
@@ -156,7 +156,7 @@ class FixedBudget(DraftBudget):
 
 
 def parse_budget(value: int | str | abc.Mapping[Any, Any] | None) -> FixedBudget | Literal["auto"]:
-    """Return the budget that a user asked for: a number, a table, or ``auto`` (also None).
+    """Return the budget that a user requested: a number, a table, or ``auto`` (also None).
 
     Raises:
         ConfigError: neither, or out of range.
@@ -192,6 +192,6 @@ def _whole(part: Any, whole: Any) -> int:
         raise ConfigError(f"budget={shown(whole)}", f"{shown(part)} is not a whole number", FORMS) from error
 
 
-def _check_size(size: int, asked: str) -> None:
+def _check_size(size: int, subject: str) -> None:
     if not 0 <= size <= MAX_BUDGET:
-        raise ConfigError(asked, f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off")
+        raise ConfigError(subject, f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off")

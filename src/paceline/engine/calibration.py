@@ -36,7 +36,7 @@ QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
 QUICK_BATCHES = (8,)  # sequences of one row each, next to the single one
 QUICK_CONTEXT = 64
 QUICK_MS = 200.0  # time after which the quick estimate measures nothing further
-QUICK_REPEATS = 12  # the fastest of a few passes is no good estimate next to other work
+QUICK_REPEATS = 12  # the fastest of a few passes is not a good estimate next to other work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Fingerprint:
     kernels: str
 
     def differs(self, other: Fingerprint) -> list[str]:
-        """Say in words where two fingerprints differ."""
+        """Describe where two fingerprints differ."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} there, {mine[name]} here" for name in mine if mine[name] != theirs[name]]
 
@@ -100,7 +100,7 @@ class Calibration:
     repeats: int = 0
 
     def read_from(self, source: str) -> Calibration:
-        """Return the same calibration, whose tables say from which file they were read."""
+        """Return the same calibration, whose tables name their file."""
         drafts = {name: replace(table, source=source) for name, table in self.drafts.items()}
         return replace(self, table=replace(self.table, source=source), drafts=drafts)
 
@@ -117,7 +117,7 @@ def places(folder: Path) -> tuple[Path, ...]:
     return folder / FILE, base / "costs" / f"{name}.json"
 
 
-def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:
+def find(folder: Path, fingerprint: Fingerprint) -> tuple[Calibration | None, str]:
     """Return the calibration of a model that holds here, and where it is from, or why there is none."""
     why = []
     for path in places(folder):
@@ -129,9 +129,9 @@ def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:
             why.append(f"{path} is ignored: {error.wrong}")
             continue
         for entry in entries:
-            if entry.fingerprint == wanted:
+            if entry.fingerprint == fingerprint:
                 return entry, str(path)
-        nearest = min((wanted.differs(entry.fingerprint) for entry in entries), key=len, default=["it is empty"])
+        nearest = min((fingerprint.differs(entry.fingerprint) for entry in entries), key=len, default=["it is empty"])
         why.append(f"{path} is ignored, it was measured under other conditions: {'; '.join(nearest)}")
     return None, "; ".join(why) or "no calibration was found"
 
@@ -176,10 +176,10 @@ def _read(path: Path) -> list[Calibration]:
 
 def _write(path: Path, calibration: Calibration) -> None:
     try:
-        kept = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
+        others = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
     except ConfigError:  # unreadable, so useless to everybody: start a new one
-        kept = []
-    values = {"schema": SCHEMA, "entries": [asdict(entry) for entry in (*kept, calibration)]}
+        others = []
+    values = {"schema": SCHEMA, "entries": [asdict(entry) for entry in (*others, calibration)]}
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     fresh.replace(path)  # a reader sees the old file or the new one
@@ -253,8 +253,8 @@ class PassTimer:
         spans = []
         for i, cache in enumerate(caches):
             first = cache.committed
-            found = cache.slots(first, first + rows)
-            slots += range(found.start, found.stop) if isinstance(found, slice) else found.tolist()
+            places = cache.slots(first, first + rows)
+            slots += range(places.start, places.stop) if isinstance(places, slice) else places.tolist()
             spans.append(RowSpan(i * rows, (i + 1) * rows, first, cache.slots(0, first + rows), None))
         positions = [cache.committed + i for cache in caches for i in range(rows)]
         return TokenPass([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))
@@ -296,7 +296,7 @@ def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostT
     Args:
         decoder: the network.
         max_sequences: sequences that may run at once.
-        why: why there is no calibration, which the table says of itself.
+        why: why there is no calibration, which the table has as its source.
     """
     room = decoder.config.max_position
     context = max(0, min(QUICK_CONTEXT, room - max(QUICK_ROWS)))

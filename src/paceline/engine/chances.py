@@ -1,9 +1,9 @@
 """The chance that a drafted node is accepted: moving averages by source, depth and the drafter's own score.
 
-A drafter's score of a node is turned into odds, which name one of a few classes, apart for each depth. Of each class
-the share of nodes that were right is kept, of those whose parent was right; and each sequence has a shift of all log
-odds of its own, since texts differ more than drafts of one text do. A proposal is judged by the text that follows it,
-whether or not its nodes were checked.
+A drafter's score of a node is turned into odds, which name one of a few classes, separately for each depth. Of each
+class the share of nodes that were right is kept, of those whose parent was right; and each sequence has a shift of all
+log odds of its own, since texts differ more than drafts of one text do. A proposal is judged by the text that follows
+it, whether or not its nodes were checked.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..core.tree import TokenTree
 EDGES = (1 / 16, 1 / 8, 1 / 4, 0.45, 0.75, 1.25, 1.75, 2.4, 3.4, 5, 7, 10, 20, 50, 150, 500)
 CLASSES = len(EDGES) + 1
 DEPTHS = 5  # 1, 2, 3-4, 5-8, deeper
-UNKNOWN = 1.0  # odds of a node of which its drafter says nothing
+UNKNOWN = 1.0  # odds of a node of which its drafter gives nothing
 
 PRIOR = 4.0  # observations that the drafter's own estimate is worth
 SLOWEST = 1 / 200  # least weight of an observation in the average of its class
 SHIFT = 0.25  # how far one observation moves a sequence's log odds
 FADE = 0.98  # of a sequence's shift, at every observation: a text changes its nature
 MOST_SHIFT = 3.0
-FIRST_GAIN = 1.5  # tokens that the first ask of a source is taken to bring
+FIRST_GAIN = 1.5  # expected gain of the first call of a source, in tokens
 HORIZON = 32  # tokens over which catching up must pay; half of those that are left, where these are fewer
-TRUSTED = 16  # asks of all sequences that a new sequence's own are added to, at most
-QUICKEST = 0.08  # least weight of an ask in what asks for its sequence bring
-SHARED = 1 / 256  # least weight of an ask in what asks for all sequences bring
+TRUSTED = 16  # calls of all sequences that a new sequence's own are added to, at most
+QUICKEST = 0.08  # least weight of a call in the gains of its sequence
+SHARED = 1 / 256  # least weight of a call in the gains of all sequences
 
 
 class Chances:
-    """How often nodes of each class were right, for one source of drafts."""
+    """Describe how often nodes of each class were right, for one source of drafts."""
 
     def __init__(self) -> None:
         middles = [EDGES[0] / 2, *((a * b) ** 0.5 for a, b in zip(EDGES, EDGES[1:], strict=False)), EDGES[-1] * 2]
@@ -60,12 +60,12 @@ class Chances:
 
     def by_depth(self) -> list[float]:
         """Return, for depths 1, 2, 3-4, 5-8 and beyond, the share of nodes that were right, of those met so far."""
-        found = []
+        chances = []
         for first in range(0, len(self.odds), CLASSES):
             cells = range(first, first + CLASSES)
             met = [self._tries[cell] - PRIOR + 0.01 for cell in cells]
-            found.append(sum([self._share[cell] * n for cell, n in zip(cells, met, strict=True)]) / sum(met))
-        return found
+            chances.append(sum([self._share[cell] * n for cell, n in zip(cells, met, strict=True)]) / sum(met))
+        return chances
 
 
 def cell_of(log_chance: float, depth: int) -> int:
@@ -79,14 +79,14 @@ def cell_of(log_chance: float, depth: int) -> int:
 
 @dataclass(slots=True)
 class AskGain:
-    """Moving averages of what asking a source brings, for one sequence or for all."""
+    """Moving averages of what calling a source brings, for one sequence or for all."""
 
-    gain: float = FIRST_GAIN  # tokens of an ask beyond the price of their rows
+    gain: float = FIRST_GAIN  # tokens of a call beyond the price of their rows
     open: float = 1.0  # chance that the sources before it did not have the next token
     asks: int = 0
 
     def learn(self, gain: float, open_: float, slowest: float) -> None:
-        """Take in one ask."""
+        """Add one call."""
         rate = max(slowest, 2 / (self.asks + 2))  # later ones count more: the chances are known better
         self.gain += rate * (gain - self.gain)
         self.open += rate * (open_ - self.open)
@@ -94,12 +94,12 @@ class AskGain:
 
 
 class History:
-    """What is known of one sequence: its last proposal, the shift of its odds, and what asking each source brought.
+    """State of one sequence: its last proposal, the shift of its odds, and the gain of each source.
 
     Args:
         view: of the sequence.
         chances: by source mark, shared by all sequences.
-        sources: how many drafters may be asked for it.
+        sources: how many drafters may be called for it.
         step, rested: steps before its first one, and those of them at which nothing was drafted.
     """
 
@@ -107,21 +107,21 @@ class History:
                  "shift", "view")  # fmt: skip
 
     def __init__(
-        self, view: Sequence, chances: abc.Sequence[Chances], sources: int, step: int = 0, rested: int = 0
+        self, view: Sequence, chances: abc.Sequence[Chances], sources: int, step: int = 0, idle_before: int = 0
     ) -> None:
         self.view, self.chances = view, chances
         self.shift = [0.0] * len(chances)  # by source mark: log odds against those of all sequences
         self.base = 0  # tokens of the text at the last proposal
         self.proposal: list[tuple[int, int, int, int, float]] = []  # token, parent, mark, class, chance of each node
-        self.born, self.rested_before = step, rested
-        self.shared: abc.Sequence[AskGain] = ()  # by source: what asks for all sequences bring at this batch size
-        self.gains: list[AskGain] = []  # by source: those of the sequence; until it was asked for, the shared one
+        self.born, self.rested_before = step, idle_before
+        self.shared: abc.Sequence[AskGain] = ()  # by source: gains over all sequences at this batch size
+        self.gains: list[AskGain] = []  # by source: those of the sequence; until it was requested, the shared one
         self.seen = [0] * sources  # tokens of the text that each source has processed
-        self.asked_at = [-1] * sources  # step of the last ask
-        self.begun = [False] * sources  # whether the last ask only prepared the next one
+        self.asked_at = [-1] * sources  # step of the last call
+        self.begun = [False] * sources  # whether the last call only prepared the next one
 
     def at_batch(self, shared: abc.Sequence[AskGain]) -> None:
-        """Begin with what asks bring at another batch size."""
+        """Begin with the gains at another batch size."""
         if self.shared is not shared:
             self.shared, self.gains = shared, [*shared]
 
@@ -138,18 +138,18 @@ class History:
         return min(1.0, sum([self.chance(source, score, 1)[1] for score in log_scores]))
 
     def unscored(self, depth: int) -> list[float]:
-        """Return the chances of the paths of a chain of which its drafter says nothing, by depth."""
+        """Return the chances of the paths of a chain of which its drafter gives nothing, by depth."""
         return [*accumulate([self.chance(0, float("nan"), d)[1] for d in range(1, depth + 1)], mul)]
 
     def asks_left(self, source: int) -> float:
-        """Return the asks of a source over which catching up with the text must pay."""
+        """Return the calls of a source over which catching up with the text must pay."""
         tokens = HORIZON
         if self.view.max_len is not None:
             tokens = min(tokens, (self.view.max_len - len(self.view.tokens)) // 2)
         return max(1.0, tokens / (1 + max(1.0, self.gains[source].gain)))
 
     def learn(self, source: int, gain: float, open_: float) -> None:
-        """Take in what an ask brought; the sequence's own averages begin with its first."""
+        """Add the gain of a call; the sequence's own averages begin with its first."""
         shared = self.shared[source]
         if self.gains[source] is shared:
             self.gains[source] = replace(shared, asks=min(shared.asks, TRUSTED))
@@ -163,12 +163,12 @@ class History:
         """
         if not self.proposal:
             return
-        known, shift, places = self.view.tokens, self.shift, {0: self.base}  # of right nodes: their children's place
+        tokens, shift, places = self.view.tokens, self.shift, {0: self.base}  # of right nodes: their children's place
         for node, (token, parent, mark, cell, chance) in enumerate(self.proposal, start=1):
-            place = places.get(parent, len(known))
-            if place >= len(known):
+            place = places.get(parent, len(tokens))
+            if place >= len(tokens):
                 continue
-            right = known[place] == token
+            right = tokens[place] == token
             self.chances[mark].learn(cell, right)
             shift[mark] = max(-MOST_SHIFT, min(MOST_SHIFT, FADE * (shift[mark] + SHIFT * (right - chance))))
             if right:
@@ -176,7 +176,7 @@ class History:
         self.proposal = []
 
     def propose(self, tree: TokenTree, b: int, scores: abc.Sequence[float] | None) -> tuple[list[float], int]:
-        """Keep a new proposal, tree ``b`` of a batch, until the text tells what it was worth.
+        """Keep a new proposal, tree ``b`` of a batch, until the text shows what it was worth.
 
         Args:
             scores: logs of its drafter's estimates of the paths; None: there are none, or none that may be used.

@@ -1,4 +1,4 @@
-"""What is checked of a request, and of an engine's parts, before anything runs."""
+"""Checks of a request, and of an engine's parts, before anything runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
     check_ids("prompt token id", prompt_ids, limits, "encode the prompt with this model's tokenizer")
 
 
-def check_said(said: Sequence[Sequence[int]], samples: int, limits: EngineLimits) -> None:
-    """Raise ConfigError where tokens cannot have been said by so many samples."""
-    if len(said) > samples:
-        raise ConfigError(f"tokens said by {len(said)} samples", f"the request has n={samples}", "give one list each")
-    for tokens in said:
+def check_said(lists: Sequence[Sequence[int]], samples: int, limits: EngineLimits) -> None:
+    """Raise ConfigError where so many samples cannot have emitted the tokens."""
+    if len(lists) > samples:
+        raise ConfigError(f"tokens said by {len(lists)} samples", f"the request has n={samples}", "give one list each")
+    for tokens in lists:
         if tokens:
             check_ids("said token id", tokens, limits, "give the tokens that this model said")
 

@@ -1,7 +1,7 @@
 """A pass and its verdict in one compiled call.
 
 In place of `passes.embed`, the layers, `read_logits` and the choices, which remain the reference: the same numbers are
-computed in the same order, and what comes out is equal. Sequences that take the likeliest token and those that sample
+computed in the same order, and the result is equal. Sequences that take the likeliest token and those that sample
 with temperature, top-k, top-p and min-p alone, within a grammar or not, have their choices made in the call; others
 choose from its logits.
 """
@@ -34,9 +34,9 @@ class PassHook:
     def prepare(self, stack: Stack, pool: KVPool) -> None:
         """Choose the rows of a compiled call."""
 
-    def decide(self, stack: Stack, given: TokenPass, pool: KVPool, taps: NativeTaps | None) -> list[int]:
+    def decide(self, stack: Stack, token_pass: TokenPass, pool: KVPool, taps: NativeTaps | None) -> list[int]:
         """Make the compiled call: `Stack.decide`, or one that takes its place."""
-        return stack.decide(given, pool, taps)
+        return stack.decide(token_pass, pool, taps)
 
     def before(self, layer: int) -> None:
         """Add rows, drop rows or read states of `Pass.state` before a layer."""
@@ -62,38 +62,38 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool, tapped: Tapped | Non
     stack, params = target.stack, [work.sequence.params for work in p.works]
     if stack is None or target.ranks is not None or not params:
         return False
-    if any(own.prompt_logprobs is not None for own in params):
+    if any(params_of_one.prompt_logprobs is not None for params_of_one in params):
         return False
     hook.prepare(stack, pool)
-    given = token_pass(p)
+    request = token_pass(p)
     works = [p.works[i] for i in p.generating]
     if not all(w.sequence.sampler.plain and w.sequence.params.logprobs is None for w in works):
         sampling = b"".join([work.sequence.sampler.rules for work in p.works])
-        wanted = len(given.wanted)
-        logits = torch.empty(wanted + hook.rows, target.config.vocab_size)
-        p.logits = logits[:wanted]
-        given = given._replace(rules=sampling, logits=logits, masks=_masks(p, wanted, target.config.vocab_size))
+        count = len(request.choice_rows)
+        logits = torch.empty(count + hook.rows, target.config.vocab_size)
+        p.logits = logits[:count]
+        request = request._replace(rules=sampling, logits=logits, masks=_masks(p, count, target.config.vocab_size))
     taps = None if tapped is None else _room_for(tapped, p, target)
-    decide(p, None, hook.decide(stack, given, pool, taps))
+    decide(p, None, hook.decide(stack, request, pool, taps))
     if tapped is not None and taps is not None:
         _taken(tapped, taps, target)
     return True
 
 
-def _masks(p: Pass, wanted: int, vocab_size: int) -> Tensor | None:
+def _masks(p: Pass, count: int, vocab_size: int) -> Tensor | None:
     """Return [wanted, words] of every node's grammar; None: no sequence has one.
 
     All bits are set where there is none; none is where the grammar's parser failed: compiled code leaves that node to
-    the sampler, which says why.
+    the sampler, which states why.
     """
     samplers = [p.works[i].sequence.sampler for i in p.generating]
     if all(sampler.matcher is None for sampler in samplers):
         return None
-    made, at = torch.full((wanted, (vocab_size + 31) // 32), -1, dtype=torch.int32), 0
+    words, at = torch.full((count, (vocab_size + 31) // 32), -1, dtype=torch.int32), 0
     for i, sampler in zip(p.generating, samplers, strict=True):
         b = p.spans[i].tree_index
         paths = p.tree.paths(b) if p.tree is not None and b >= 0 else [[]]
-        rows = made[at : at + len(paths)]
+        rows = words[at : at + len(paths)]
         at += len(paths)
         if sampler.matcher is not None:
             try:
@@ -101,11 +101,11 @@ def _masks(p: Pass, wanted: int, vocab_size: int) -> Tensor | None:
                     sampler.matcher.fill([*sampler.output_ids, *path], row)
             except Exception:  # the sampler meets it again, and its request alone ends
                 rows.zero_()
-    return made
+    return words
 
 
 def _room_for(tapped: Tapped, p: Pass, target: Decoder) -> NativeTaps:
-    """Return the rows whose states are taken, as compiled code is asked for them."""
+    """Return the rows whose states are taken, as compiled code is called for them."""
     rows = None if tapped.whole else tapped.rows(p)
     count, width = p.main_rows if rows is None else len(rows), target.config.d_model
     if len(tapped.layers) == 1:  # every tensor that is made takes microseconds

@@ -30,8 +30,8 @@ DEPTH_RATE = 0.1  # least weight of a call in the passes that calls take
 RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
 LEVELS = 6  # passes that a draft takes, before any was seen
 NOISE = 0.1  # of a plain step's time, by which a mean of few steps may be off
-NEAR = 16  # tokens a sequence; a drafter that is further behind catches up, which is priced apart
-FEW = 64  # tokens to catch up with, of which a call tells half of what they tell it of many
+NEAR = 16  # tokens a sequence; a drafter that is further back catches up, which is priced separately
+FEW = 64  # tokens to catch up with, from which a call learns half as much as from many
 # Of tables that are predicted:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
 CONTEXT = 128  # committed tokens of each
@@ -78,9 +78,9 @@ class CostTable:
 
 
 def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:
-    """Return the points, none below one before it: a pass over more rows is not cheaper, only noise says so.
+    """Return the points, none below one before it: a pass over more rows is not cheaper, only noise suggests it.
 
-    Neighbours that say so share their mean (isotonic regression by pooling adjacent violators).
+    Neighbours out of order share their mean (isotonic regression by pooling adjacent violators).
     """
     counts = [count for count, _ in points]
     if not points or counts[0] != 1 or any(b <= a for a, b in pairwise(counts)):
@@ -137,7 +137,7 @@ class StepCosts:
         self._machine = 0.0  # log
         self._first: list[float] = []
         self._kinds: dict[tuple[int, int], _Deviation] = {}
-        self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: what the table says of 1, 2, .. rows
+        self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: the table's times of 1, 2, .. rows
 
     def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
         """Return expected ms of a step, without the drafter's own time."""
@@ -152,13 +152,13 @@ class StepCosts:
         plain = table.step_ms(batch_size, 0, context)
         now = plain * factors[0]
         rise = [*accumulate([(plain + ms) * factors[rows] - now for ms, rows in more[:most]], max, initial=0.0)]
-        # Where rows cost more than the table says by more than noise may be, rows beyond those seen do, in proportion.
+        # Where rows cost more than in the table by more than noise may be, rows beyond those seen do, in proportion.
         seen = [rows for rows in range(1, bucket(most)) if self._seen(first, rows)]
         if seen and (last := 1 << max(0, seen[-1] - 1)) < most:
-            sure, said = rise[last] - NOISE * now, more[last - 1][0]
-            if sure > said > 0:
+            sure, estimated = rise[last] - NOISE * now, more[last - 1][0]
+            if sure > estimated > 0:
                 beyond = zip(rise[last + 1 :], more[last:most], strict=True)
-                rise[last + 1 :] = [max(cost, ms * sure / said) for cost, (ms, _) in beyond]
+                rise[last + 1 :] = [max(cost, ms * sure / estimated) for cost, (ms, _) in beyond]
         return rise
 
     def _seen(self, sequences: int, rows: int) -> bool:
@@ -188,7 +188,7 @@ class StepCosts:
         if kind is None:
             kind = self._kinds[key] = _Deviation(self._deviation(*key))
         kind.visits += 1
-        if len(self._first) < WINDOW and not extra:  # the first steps tell how far off the whole table is, however far
+        if len(self._first) < WINDOW and not extra:  # the first steps show how far off the whole table is, however far
             self._first.append(log)
             self._machine = median_low(self._first)
             return
@@ -198,7 +198,7 @@ class StepCosts:
         surprise = max(-most, min(most, median_low(kind.recent) - kind.log))
         if extra and surprise > 0 and len(kind.recent) < WINDOW:  # by accident, perhaps; then it would stay so
             return
-        # What a new kind costs says nothing of the machine; later surprises say little of the kind.
+        # The costs of a new kind do not describe the machine; later surprises depend little on the kind.
         self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
         kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise
 
@@ -206,7 +206,7 @@ class StepCosts:
         return math.exp(self._machine + self._deviation(sequences, rows))
 
     def _deviation(self, sequences: int, rows: int) -> float:
-        """Of a kind of steps, or of the one most like it where none was observed: plain steps are like no others."""
+        """Return the costs of a kind of steps, or of the most similar one; plain steps are unlike all others."""
         kind = self._kinds.get((sequences, rows))
         if kind is not None:
             return kind.log
@@ -246,23 +246,23 @@ class _Calls:
 
     def slope(self, guess: float) -> float:
         """Return ms of a pass; where all calls took about the same number of passes, near the guess."""
-        found = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
-        return max(0.0, min(found, self.ms / max(1.0, self.passes)))
+        estimate = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
+        return max(0.0, min(estimate, self.ms / max(1.0, self.passes)))
 
 
 class DraftCosts:
-    """What asking a drafter takes, learned call by call.
+    """Describe what calling a drafter takes, learned call by call.
 
-        ms = ask + level x passes + catch_up x tokens behind    of a drafter with a network
-        ms = ask x sequences + catch_up x tokens behind         of one that looks up
+        ms = call + level x passes + catch_up x tokens back    of a drafter with a network
+        ms = call x sequences + catch_up x tokens back         of one that looks up
 
     What calls take is learned by the number of sequences, from calls with little to catch up with (the last step's
-    tokens are part of every call); what a token behind costs, from the others.
+    tokens are part of every call); what a token back costs, from the others.
 
     Args:
         ask: ms of a look-up for one sequence, to begin with.
         level: ms of a network's pass, to begin with; 0: a look-up.
-        catch_up: ms of a token behind, to begin with.
+        catch_up: ms of a token back, to begin with.
     """
 
     def __init__(self, ask: float = 0.03, level: float = 0.0, catch_up: float = 0.002) -> None:
@@ -276,36 +276,36 @@ class DraftCosts:
         self._known: dict[int, _Calls] = {}  # by bucket of sequences
 
     @classmethod
-    def of_network(cls, target: CostTable, own: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
+    def of_network(cls, target: CostTable, draft_table: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
         """Return a guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
 
         Args:
             target: the target's costs.
-            own: the calibrated costs of the draft model, if there are any.
+            draft_table: the calibrated costs of the draft model, if there are any.
             catches_up: whether it has to compute something for every token that it has not seen.
         """
         level = target.chain_ms(1) / LEVELS
-        if own is None:
+        if draft_table is None:
             return cls(level=level, catch_up=target.chain_ms(128) / 128 / 3 if catches_up else 0.0)
-        return cls(level=min(level, own.chain_ms(1)), catch_up=own.chain_ms(128) / 128)
+        return cls(level=min(level, draft_table.chain_ms(1)), catch_up=draft_table.chain_ms(128) / 128)
 
     def level_ms(self, sequences: int) -> float:
         """Return one more pass of a network for so many sequences."""
         return self._usual(sequences).slope(self._level) if self.network else 0.0
 
     def predict(self, sequences: int) -> float:
-        """Return expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
-        known = self._usual(sequences)
+        """Return expected ms of a call for so many sequences, none of them far back, as deep as calls were lately."""
+        usual = self._usual(sequences)
         if not self.network:
-            return known.ms * sequences / known.sequences
-        return max(0.0, known.ms + known.slope(self._level) * (self._passes - known.passes))
+            return usual.ms * sequences / usual.sequences
+        return max(0.0, usual.ms + usual.slope(self._level) * (self._passes - usual.passes))
 
     def _usual(self, sequences: int) -> _Calls:
         """Return the calls for about so many sequences."""
         if not self._known:
             return self._guess
         size = bucket(sequences)
-        return self._known.get(size) or self._known[min(self._known, key=lambda known: abs(known - size))]
+        return self._known.get(size) or self._known[min(self._known, key=lambda other: abs(other - size))]
 
     def observe(self, sequences: int, passes: int, unseen: int, ms: float) -> None:
         """Learn from one call: its sequences, its network's passes, and the tokens that it processed first."""

@@ -69,7 +69,7 @@ class DraftVerifyRound:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """See `Round.sources`."""
+        """Implement `Round.sources`."""
         return () if self.drafter is None else self.drafter.spec.choices
 
     @property
@@ -106,7 +106,7 @@ class DraftVerifyRound:
         self.emitter.emit(p)
         emitted = perf_counter()
         seen = None if self.drafter is None else show(p, tapped)
-        taken = perf_counter()
+        finished = perf_counter()
         keep(p, self.pool)
         levels = hook.after()
         if seen is not None:
@@ -114,9 +114,9 @@ class DraftVerifyRound:
         read = perf_counter()
         self.guard.observe(seen)
         ended = perf_counter()
-        asked = drafted - began + hook.late_ms / 1e3
-        draft = asked + taps + taken - emitted + ended - read
-        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3, asked * 1e3)
+        propose_s = drafted - began + hook.late_ms / 1e3
+        draft = propose_s + taps + finished - emitted + ended - read
+        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3, propose_s * 1e3)
 
     def _decide(self, p: Pass, hook: PassHook) -> Tapped | None:
         """Pass and verdict; the states that were taken."""

@@ -17,14 +17,14 @@ from .verification import make_verifier
 
 log = logging.getLogger(__name__)
 
-REST_S = 60.0  # before a drafter that failed is asked again, doubled with every failure
+REST_S = 60.0  # before a drafter that failed is called again, doubled with every failure
 MOST_RESTS = 6  # doublings of it
 
 
 class GuardedDrafter:
     """Calls a drafter and checks its trees.
 
-    A drafter that fails is put aside for a while, and decoding goes on without it; a request whose own rules fail on
+    A drafter that fails is put aside for a while, and decoding continues without it; a request whose own rules fail on
     drafts is drafted for no more.
 
     Args:
@@ -40,7 +40,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter | None, verifier: str, vocab_size: int) -> None:
         self.drafter = drafter
         spec = None if drafter is None else drafter.spec
-        # Whether it heeds the floor: look-ups do not, and one that asks others tells each its own.
+        # Whether it respects the floor: look-ups do not, and one that calls others gives each its own.
         self._grows = spec is not None and not spec.parts and (spec.network or spec.in_pass)
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
         self._failures, self._why, self._rests_until = 0, "", 0.0
@@ -53,7 +53,7 @@ class GuardedDrafter:
 
     @property
     def past(self) -> int | None:
-        """See `Round.past`."""
+        """Implement `Round.past`."""
         return 0 if self.drafter is None or self.failure is not None else self.drafter.spec.past
 
     def propose(self, drafting: abc.Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
@@ -93,14 +93,14 @@ class GuardedDrafter:
         """
         if self.verifier.needs_q:  # it weighs what was drawn as it was drawn
             return tree
-        kept = []
+        valid = []
         for b, view in enumerate(sequences):
             nodes = [*range(tree.counts[b])]
             if (matcher := view.sampler.matcher) is not None:
                 allowed = matcher.within(view.sampler.output_ids, tree.paths(b))
                 nodes = [node for node in nodes if node == 0 or allowed[node]]
-            kept.append(nodes)
-        return tree if [*map(len, kept)] == tree.counts else tree.kept(kept)
+            valid.append(nodes)
+        return tree if [*map(len, valid)] == tree.counts else tree.subset(valid)
 
     def _spare(self, drafting: abc.Sequence[Work]) -> bool:
         """Draft no more for requests whose own rules failed on drafts; whether there are any."""
@@ -147,7 +147,7 @@ class GuardedDrafter:
     def _put_aside(self, error: Exception, sequences: abc.Sequence[Sequence] = ()) -> None:
         """Continue without the drafter: its fault must not cost a request.
 
-        It is asked again later, for what it failed on may have been one request's; what it has of these sequences is
+        It is called again later, for what it failed on may have been one request's; what it has of these sequences is
         dropped.
         """
         assert self.drafter is not None
@@ -159,7 +159,7 @@ class GuardedDrafter:
             self.drafter.release([view.key for view in sequences])
 
     def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree:
-        """Cut what is over budget or too deep; refuse what is no tree over these roots."""
+        """Cut what is over budget or too deep; refuse what is not a tree over these roots."""
         tree.check()
         counts = tree.counts
         if len(counts) != len(want.sequences):
@@ -188,5 +188,5 @@ def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
     rows = [*zip(tree.depths(), limits, strict=True)]
     if all(count - 1 <= budget and max(depths) <= deep for depths, (count, budget, deep) in rows):
         return tree
-    kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
-    return tree.kept(kept)
+    nodes_left = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
+    return tree.subset(nodes_left)

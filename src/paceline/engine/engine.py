@@ -1,7 +1,7 @@
 """The loop: submit, step, collect, abort. It knows no drafter and no round by name.
 
 An engine is driven by one thread at a time: callers in several threads hold `Engine.lock` meanwhile (`LLM` does). After
-a call that was interrupted, by Ctrl-C for example, the next call restores a consistent state: see `Engine._mend`.
+a call that was interrupted, by Ctrl-C for example, the next call restores a consistent state: see `Engine._recover`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import count
 from time import perf_counter
 from typing import Any, Literal
 
-from ..core.errors import ConfigError, PassesLost, QueueFull
+from ..core.errors import ConfigError, QueueFull, WorkerRestarted
 from ..core.outputs import Chunk, CompletionOutput, RequestOutput
 from ..core.request import StopChecker
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
@@ -42,7 +42,7 @@ class Engine:
     Args:
         round_: drafting and verification of a step.
         pool: the target's K/V.
-        limits: what requests must fit into.
+        limits: bounds of requests.
         scheduler: limits of a step.
         budget: how many nodes to draft.
         texts: detokenization; None for a model without a tokenizer.
@@ -72,7 +72,7 @@ class Engine:
         self.lock = FairLock()
         self._texts = texts
         self.grammars = grammars or Grammars(None, limits.vocab_size, limits.eos_ids)
-        # The learner: the engine reports each request that ended and asks it before each step. None: nothing learns.
+        # The learner: the engine reports each request that ended and calls it before each step. None: nothing learns.
         self.on_leave: Callable[[LiveRequest], None] | None = None
         self.between: Callable[[], None] | None = None
         self._torn = False  # whether a call is under way, or ended in its middle
@@ -94,37 +94,37 @@ class Engine:
         prompt: str | None = None,
         application: str | None = None,
         on_end: Callable[[LiveRequest], None] | None = None,
-        said: abc.Sequence[abc.Sequence[int]] = (),
+        resume_tokens: abc.Sequence[abc.Sequence[int]] = (),
         priority: int = 0,
         deadline_s: float | None = None,
         speculation: Speculation | None = None,
-        taken: bool = False,
+        admitted: bool = False,
         store: bool = True,
     ) -> str:
         """Check a request and queue it.
 
         Args:
-            prompt_ids, params: what is asked.
+            prompt_ids, params: the request.
             request_id: its id; None: one is generated.
             prompt: its text, where text was given.
             application: whose adapters answer; None: the base model.
             on_end: called when it has ended, in the thread that drives the engine then; must not call the engine.
-            said: of each sample, the tokens that another engine said before it was lost; missing: none. Generation goes
-                on behind them with the tokens that would have followed, where ``params.seed`` is what that engine
+            resume_tokens: by sample, the tokens that another engine emitted before it was lost; none: empty. Generation
+                continues after them with the tokens that would have followed, where ``params.seed`` is what that engine
                 had: `derive_seed` gives one to name ahead, and `Request.seed` is the one in use. They are part of the
-                output, but a stream does not tell them again; their log-probabilities are empty.
+                output, but a stream does not send them again; their log-probabilities are empty.
             priority: lower ones run first, and are preempted last; equal ones by arrival.
             deadline_s: seconds from now after which it ends between two steps with what it has, as "deadline".
-            speculation: what is drafted for it; None: as for any.
-            taken: whether another engine had taken it before it was lost: a full queue does not refuse it.
-            store: whether it may be learned from, where anybody learns.
+            speculation: options of its drafts; None: as for any.
+            admitted: whether a lost engine had admitted it: a full queue does not refuse it.
+            store: whether it may be learned from, where a learner runs.
 
         Returns:
             Its id.
 
         Raises:
             ConfigError: the prompt is empty, too long, holds an unknown id, the parameters do not fit the
-                vocabulary, there is no such application or source, what was said cannot have been, or a grammar
+                vocabulary, there is no such application or source, what was emitted cannot have been, or a grammar
                 cannot be read or met. Nothing is queued.
             CapabilityError: a choice of speculation that this round has not by request, or a grammar where there is
                 none to be had. Nothing is queued.
@@ -136,13 +136,13 @@ class Engine:
         if request_id in self.live:
             raise ConfigError(f"request id {request_id!r}", "it is in use", "choose another, or leave it out")
         checks.check_prompt(prompt_ids, self.limits)
-        checks.check_said(said, params.n, self.limits)
+        checks.check_said(resume_tokens, params.n, self.limits)
         checks.check_deadline(deadline_s)
         sources = None if speculation is None else speculation.chosen(self.round.sources)
         if speculation is not None and speculation.prediction:
             remedy = "encode the prediction with this model's tokenizer"
             checks.check_ids("predicted token id", speculation.prediction, self.limits, remedy)
-        if self.scheduler.full and not taken:
+        if self.scheduler.full and not admitted:
             raise QueueFull(len(self.scheduler.waiting))
         prefix = checks.echo(self._texts, prompt_ids, prompt, params)
         live = LiveRequest(
@@ -165,7 +165,7 @@ class Engine:
                 sequence.max_nodes = speculation.max_nodes if speculation.enabled else 0
                 sequence.sources, sequence.prediction = sources, speculation.prediction
                 sequence.trace = [] if speculation.trace else None
-        for sequence, tokens in zip(live.sequences, said, strict=False):
+        for sequence, tokens in zip(live.sequences, resume_tokens, strict=False):
             _say_again(sequence, tokens)
         self._begin()
         try:
@@ -175,7 +175,7 @@ class Engine:
                 live.deadline = live.submitted + deadline_s
                 self._timed.append(live)
             for sequence in live.sequences:
-                if sequence.finished:  # the request ends with what it had said before, and the next step reports it
+                if sequence.finished:  # the request ends with its tokens so far, and the next step reports it
                     self._untold.append(live)
                 else:
                     self.scheduler.add(sequence)
@@ -189,9 +189,9 @@ class Engine:
         """Raise ConfigError where a request cannot name this application."""
         if name is None or name in self.applications:
             return
-        known = ", ".join(sorted(self.applications))
+        names = ", ".join(sorted(self.applications))
         remedy = (
-            f"name one of: {known}, or none for the base model" if known else "load it: LLM(..., applications={...})"
+            f"name one of: {names}, or none for the base model" if names else "load it: LLM(..., applications={...})"
         )
         raise ConfigError(f"application={name!r}", "there is no such application", remedy)
 
@@ -260,7 +260,7 @@ class Engine:
         self._drop(open_ones)
 
     def _expire(self) -> None:
-        """End the requests whose deadline has passed; the step tells of them."""
+        """End the requests whose deadline has passed; the step reports them."""
         now = perf_counter()
         self._timed = [live for live in self._timed if not live.finished]
         for live in self._timed:
@@ -282,7 +282,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in flight, or rows of one that has ended."""
+        """Return whether any request is in flight, or rows of one that has ended."""
         return bool(self.live) or self.round.busy
 
     # -- the loop
@@ -296,22 +296,22 @@ class Engine:
             self._expire()
         try:
             touched, ended = self._step()
-        except PassesLost as error:  # the next call begins with what was surely said
+        except WorkerRestarted as error:  # the next call begins with what was surely emitted
             log.warning("%s; K/V of all requests is computed anew", error)
             return []
-        told = [*touched.values()]
+        updated = [*touched.values()]
         if self._untold:
             waits = [live for live in dict.fromkeys(self._untold) if self.live.get(live.id) is live]
-            told += [live for live in waits if touched.get(live.id) is not live]
+            updated += [live for live in waits if touched.get(live.id) is not live]
         if ended or self._untold:
-            for live in told:
+            for live in updated:
                 if live.finished:
                     self._leave(live)
             self._untold = []
         self._end()
         if not self.live and not self.round.busy:
             self.pool.check_idle()
-        return told
+        return updated
 
     def _step(self) -> tuple[dict[str, LiveRequest], bool]:
         """Run a step; return the requests that got tokens or ended, and whether a sample of one ended."""
@@ -345,7 +345,7 @@ class Engine:
                 stats = sequence.stats
                 drafter = self.round.drafter
                 idle = None if drafter is None else drafter.idle_reason(sequence)
-                stats.off_reason = stats.off_reason or idle or self.budget.rested(sequence)
+                stats.off_reason = stats.off_reason or idle or self.budget.idle_reason(sequence)
                 ended.append(sequence)
         if ended:
             self._drop(ended)
@@ -365,7 +365,7 @@ class Engine:
     def _begin(self) -> None:
         """Begin a change that must be completed by `_end`; first repairs what an interrupted one left."""
         if self._torn:
-            self._mend()
+            self._recover()
         self._torn = True
         while self._cancelled:
             live = self.live.get(self._cancelled[0])
@@ -377,10 +377,10 @@ class Engine:
         """End a change that is complete; not reached if it was interrupted."""
         self._torn = False
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """Reset every request in flight to the tokens that were surely emitted, and queue all of them again.
 
-        Emitted tokens and the seed determine everything else, which is computed anew with the same result. So no state
+        Emitted tokens and the seed determine everything else, which is computed again with the same result. So no state
         that a step, an abort or a submission left half done (caches, queues, texts) is used.
         """
         old = [s for live in self.live.values() for s in live.sequences]
@@ -388,12 +388,12 @@ class Engine:
         self.budget.forget(old)
         self.pool.reset()
         for live in self.live.values():
-            live.sequences = [self._anew(live, sequence) for sequence in live.sequences]
+            live.sequences = [self._rebuild(live, sequence) for sequence in live.sequences]
         waiting = [s for live in self.live.values() for s in live.sequences if not s.finished]
         self.scheduler.reset(waiting)
         self._untold = list(self.live.values())
 
-    def _anew(self, live: LiveRequest, old: Sequence) -> Sequence:
+    def _rebuild(self, live: LiveRequest, old: Sequence) -> Sequence:
         """Return a new sequence with the emitted tokens of an old one; one that was ended from outside as it is."""
         old.cache = None
         if old.checker.finish_reason in ("abort", "deadline", "error"):
@@ -402,8 +402,8 @@ class Engine:
         for name in ("max_nodes", "sources", "prediction", "trace", "admitted", "stats", "prompt_logprobs"):
             setattr(fresh, name, getattr(old, name))
         if ids := old.output_ids:  # the last thing that `Sequence.emit` appends to
-            kept = fresh.emit(ids, 0, old.logprobs[: len(ids)])
-            fresh.origins[:] = old.origins[:kept]
+            count = fresh.emit(ids, 0, old.logprobs[: len(ids)])
+            fresh.origins[:] = old.origins[:count]
         if fresh.fault is not None:
             fresh.checker.end("error")
         return fresh
@@ -438,7 +438,7 @@ class Engine:
 
         Its cost does not depend on what was streamed before.
         """
-        found = []
+        chunks = []
         for index, (sequence, sent) in enumerate(zip(live.sequences, live.sent, strict=True)):
             if sent is None or not (sequence.finished or sequence.checker.num_tokens > sent[0]):
                 continue
@@ -446,10 +446,10 @@ class Engine:
             live.sent[index] = None if chunk.finished else (sequence.checker.num_tokens, sent[1] + len(chunk.text))
             if not sent[0]:
                 chunk.text = live.text_prefix + chunk.text
-            found.append(chunk)
-        if found and not any(live.sent):
-            found[-1].output = self.output(live)
-        return found
+            chunks.append(chunk)
+        if chunks and not any(live.sent):
+            chunks[-1].output = self.output(live)
+        return chunks
 
     def output(self, live: LiveRequest) -> RequestOutput:
         """Return a request's output so far, or its whole answer."""
@@ -481,17 +481,17 @@ class Engine:
 
 
 def _say_again(sequence: Sequence, tokens: abc.Sequence[int]) -> None:
-    """Put tokens that were said before into a new sequence, which ends where they end it.
+    """Put tokens that were emitted before into a new sequence, which ends where they end it.
 
     Raises:
-        ConfigError: they go on behind its end.
+        ConfigError: they continue after its end.
     """
     wants = sequence.params.logprobs is not None
-    kept = sequence.emit(tokens, 0, [{} for _ in tokens] if wants else None) if tokens else 0
+    count = sequence.emit(tokens, 0, [{} for _ in tokens] if wants else None) if tokens else 0
     if sequence.fault is not None:
         sequence.checker.end("error")
-    elif kept < len(tokens):
-        wrong = f"the output ends behind {kept} ({sequence.checker.finish_reason})"
+    elif count < len(tokens):
+        wrong = f"the output ends behind {count} ({sequence.checker.finish_reason})"
         raise ConfigError(f"{len(tokens)} tokens that were said", wrong, "give the request's own parameters and tokens")
 
 
@@ -509,14 +509,14 @@ def _share_times(result: StepResult, host_ms: float) -> None:
 
 def _record(result: StepResult, total_ms: float) -> StepRecord:
     """Return the record of a step, for the draft budget."""
-    said = [(work, result.counts.get(i, (0, 0))) for i, work in enumerate(result.works) if work.generates]
+    generated = [(work, result.counts.get(i, (0, 0))) for i, work in enumerate(result.works) if work.generates]
     return StepRecord(
-        sequences=[work.sequence for work, _ in said],
-        budgets=[work.budget for work, _ in said],
-        drafted=[drafted for _, (drafted, _) in said],
-        accepted=[accepted for _, (_, accepted) in said],
+        sequences=[work.sequence for work, _ in generated],
+        budgets=[work.budget for work, _ in generated],
+        drafted=[drafted for _, (drafted, _) in generated],
+        accepted=[accepted for _, (_, accepted) in generated],
         pure=all(work.rows == 1 for work in result.works),
         draft_ms=result.draft_ms,
-        ask_ms=result.ask_ms,
+        propose_ms=result.propose_ms,
         rest_ms=total_ms - result.draft_ms,
     )

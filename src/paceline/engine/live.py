@@ -12,7 +12,7 @@ from ..core.sequence import Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What a request must fit into."""
+    """Describe what a request must fit into."""
 
     vocab_size: int
     max_model_len: int  # prompt and output together
@@ -43,5 +43,5 @@ class LiveRequest:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
+        """Return whether every sample has ended."""
         return all(s.finished for s in self.sequences)

@@ -7,7 +7,7 @@ from collections import deque
 
 
 class ReentryError(RuntimeError):
-    """A thread asked for a lock that it holds."""
+    """A thread requested a lock that it holds."""
 
 
 class FairLock:
@@ -55,7 +55,7 @@ class FairLock:
             raise
 
     @property
-    def wanted(self) -> bool:
+    def contended(self) -> bool:
         """Return whether a thread waits for it."""
         return bool(self._waiting)
 

@@ -30,7 +30,7 @@ class Emitter:
     def emit(self, p: Pass) -> None:
         """Set `Pass.emitted`; cuts `Pass.paths` to the emitted tokens.
 
-        A sequence whose own rules fail, here or in verification, ends with that error; the others go on.
+        A sequence whose own rules fail, here or in verification, ends with that error; the others continue.
         """
         p.emitted = [0] * len(p.works)
         for i in p.generating:
@@ -111,7 +111,7 @@ class Emitter:
 
 
 def source_name(spec: DrafterSpec | None, mark: int) -> str:
-    """Who proposed a node with this mark."""
+    """Return which source proposed a node with this mark."""
     names = () if spec is None else spec.sources or (spec.name,)
     return names[mark] if mark < len(names) else f"source {mark}"
 
@@ -119,7 +119,7 @@ def source_name(spec: DrafterSpec | None, mark: int) -> str:
 def logprobs_of(
     sequence: Sequence, logits: Tensor, tokens: abc.Sequence[int], paths: Tensor | None = None
 ) -> list[dict[int, Logprob]] | None:
-    """One entry a token, where the request asked for them.
+    """One entry a token, where the request includes them.
 
     Args:
         sequence: whose tokens they are.
@@ -127,16 +127,16 @@ def logprobs_of(
         tokens: [n].
         paths: [n, D] drafted tokens up to each node; None: all follow the text.
     """
-    wanted = sequence.params.logprobs
-    if wanted is None:
+    count = sequence.params.logprobs
+    if count is None:
         return None
     if sequence.params.logprobs_mode == "processed":
         logits = sequence.sampler.process(logits, paths)
-    return token_logprobs(logits, torch.tensor(tokens), wanted, sequence.token_text)
+    return token_logprobs(logits, torch.tensor(tokens), count, sequence.token_text)
 
 
 def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, abc.Sequence[int]]]:
-    """Drafted nodes, and depths of accepted ones, by the name of who proposed them.
+    """Drafted nodes, and depths of accepted ones, by the name of the source.
 
     Args:
         spec: of the drafter.
@@ -159,18 +159,18 @@ def keep(p: Pass, pool: KVPool) -> None:
 
     K and V are in the slot of the node's index at the proposal, whatever was pruned since.
     """
-    kept: list[tuple[SequenceCache, abc.Sequence[int]]] = []
+    commits: list[tuple[SequenceCache, abc.Sequence[int]]] = []
     for i, work in enumerate(p.works):
         cache, path = work.sequence.cache, p.paths.get(i)
         assert cache is not None
         if path:
-            proposed, first = p.kept.get(i), work.rows - 1
+            proposed, first = p.remaining.get(i), work.rows - 1
             nodes = path if proposed is None else [proposed[n] for n in path]
-            kept.append((cache, [*range(work.rows), *[first + n for n in nodes]]))
+            commits.append((cache, [*range(work.rows), *[first + n for n in nodes]]))
         else:
             cache.advance(work.rows)
-    if kept:
-        pool.commit(kept)
+    if commits:
+        pool.commit(commits)
     for work in p.works:
         cache = work.sequence.cache
         assert cache is not None

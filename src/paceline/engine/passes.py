@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..core.errors import PassesLost
+from ..core.errors import WorkerRestarted
 from ..core.request import token_logprobs
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
@@ -33,7 +33,7 @@ from .verification import Verifier, choose_nodes, likeliest
 
 @dataclass(slots=True)
 class Span:
-    """Where one sequence's rows lie in the packed pass."""
+    """Describe where one sequence's rows lie in the packed pass."""
 
     start: int
     stop: int
@@ -54,7 +54,7 @@ class Pass:
     spans: list[Span]  # [B]
     tree: TokenTree | None  # of the works that draft, in their order
     generating: list[int]  # works that reach their last known token, so that a new one is generated
-    kept: dict[int, list[int]] = field(default_factory=dict)  # work -> proposed index of each node that pruning left
+    remaining: dict[int, list[int]] = field(default_factory=dict)  # work -> proposed indices after pruning
     state: ForwardState = field(init=False)
     logits: Tensor = field(init=False)  # [nodes of all generating works, V]
     rows: dict[int, slice] = field(default_factory=dict)  # generating work -> rows of `logits`
@@ -80,13 +80,13 @@ class Pass:
         path = self.paths[work]
         return path[-1] if path else 0
 
-    def result(self, draft_ms: float, verify_ms: float, host_ms: float, ask_ms: float) -> StepResult:
+    def result(self, draft_ms: float, verify_ms: float, host_ms: float, propose_ms: float) -> StepResult:
         """Return what the engine gets of it; see `StepResult`."""
-        said = []
+        emitted = []
         for work, count in zip(self.works, self.emitted, strict=True):
             if count or work.sequence.fault is not None:
-                said.append((work.sequence, count))
-        return StepResult(self.works, self.counts, said, draft_ms, verify_ms, host_ms, ask_ms)
+                emitted.append((work.sequence, count))
+        return StepResult(self.works, self.counts, emitted, draft_ms, verify_ms, host_ms, propose_ms)
 
 
 def lay_out(works: abc.Sequence[Work], drafting: abc.Sequence[Work], tree: TokenTree | None) -> Pass:
@@ -114,7 +114,7 @@ def token_pass(p: Pass) -> TokenPass:
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[slice | Tensor] = []
-    wanted: list[int] = []
+    choice_rows: list[int] = []
     spans = []
     for work, span in zip(p.works, p.spans, strict=True):
         cache = work.sequence.cache
@@ -137,16 +137,16 @@ def token_pass(p: Pass) -> TokenPass:
         slots.append(slice(keys.start + first, keys.stop) if isinstance(keys, slice) else keys[first:])
         spans.append(RowSpan(span.start, span.stop, first, keys, parents))
         if work.generates:
-            wanted += range(span.root, span.stop)
+            choice_rows += range(span.root, span.stop)
     where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _numbers(slots)
-    return TokenPass(tokens, positions, where, spans, wanted, main_adapters(p))
+    return TokenPass(tokens, positions, where, spans, choice_rows, main_adapters(p))
 
 
 def _numbers(slots: abc.Sequence[slice | Tensor]) -> list[int]:
-    found: list[int] = []
+    numbers: list[int] = []
     for part in slots:
-        found += range(part.start, part.stop) if isinstance(part, slice) else part.tolist()
-    return found
+        numbers += range(part.start, part.stop) if isinstance(part, slice) else part.tolist()
+    return numbers
 
 
 def embed(p: Pass, target: Decoder, batch: Batch | None = None) -> None:
@@ -157,16 +157,16 @@ def embed(p: Pass, target: Decoder, batch: Batch | None = None) -> None:
 
 def packed(p: Pass, target: Decoder) -> Batch:
     """All rows, as the target's layers take them."""
-    given = token_pass(p)
+    request = token_pass(p)
     packer = RowPacker(target, target.device)
-    for work, span, rows in zip(p.works, p.spans, given.spans, strict=True):
-        positions, keys = given.positions[span.start : span.stop], rows.keys
+    for work, span, rows in zip(p.works, p.spans, request.spans, strict=True):
+        positions, keys = request.positions[span.start : span.stop], rows.keys
         visible = None
         if rows.parents is not None:
             assert p.tree is not None
             visible = _block_mask(p.tree.ancestor_mask(span.tree_index), work.rows)
         packer.add(
-            given.tokens[span.start : span.stop],
+            request.tokens[span.start : span.stop],
             positions,
             slots=slice(keys.start + rows.prefix, keys.stop) if isinstance(keys, slice) else keys[rows.prefix :],
             keys=keys,
@@ -189,7 +189,7 @@ def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
 
 
 def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
-    """Which main rows go through which application's adapters."""
+    """Return which main rows go through which application's adapters."""
     for work in p.works:
         if work.sequence.application is not None:
             break
@@ -221,7 +221,7 @@ def wanted_rows(p: Pass) -> list[int]:
 
 
 def chooses_plainly(p: Pass, verify: Verifier | None) -> bool:
-    """Whether all that is wanted is the likeliest token after each row."""
+    """Return whether all that is wanted is the likeliest token after each row."""
     views = [p.works[i].sequence for i in p.generating]
     return verify is None and all(s.sampler.plain and s.params.logprobs is None for s in views)
 
@@ -230,15 +230,15 @@ def read_logits(p: Pass, target: Decoder, verify: Verifier | None = None) -> lis
     """Set `Pass.logits` from the last layer; records prompt log-probabilities, too.
 
     Returns:
-        The likeliest token after each row, where ranks say it and nobody wants more: there are no logits then.
+        The likeliest token after each row, where ranks compute it and nothing else is needed: there are no logits then.
     """
     for work, span in zip(p.works, p.spans, strict=True):
         if work.sequence.params.prompt_logprobs is not None:
             try:
                 assert work.sequence.cache is not None
-                known = p.state.hidden[span.start : span.start + work.rows]
-                record_prompt(work.sequence, work.sequence.cache.committed, known, target)
-            except PassesLost:
+                prompt_hidden = p.state.hidden[span.start : span.start + work.rows]
+                record_prompt(work.sequence, work.sequence.cache.committed, prompt_hidden, target)
+            except WorkerRestarted:
                 raise
             except Exception as error:
                 work.sequence.fault = error
@@ -261,13 +261,13 @@ def record_prompt(sequence: Sequence, first: int, hidden: Tensor, target: Decode
     Args:
         sequence: whose text it is.
         first: position of the first of the rows.
-        hidden: [rows, d_model] states behind the last layer.
+        hidden: [rows, d_model] states after the last layer.
         target: reads them.
     """
-    known = len(sequence.prompt_logprobs)  # of tokens 0 .. known - 1
-    begin = max(known - 1, first)
+    recorded = len(sequence.prompt_logprobs)  # of tokens 0 .. recorded - 1
+    begin = max(recorded - 1, first)
     end = min(first + len(hidden), sequence.prompt_len - 1)
-    if not known:
+    if not recorded:
         sequence.prompt_logprobs.append(None)
         begin = first
     if begin >= end:
@@ -276,8 +276,8 @@ def record_prompt(sequence: Sequence, first: int, hidden: Tensor, target: Decode
     if sequence.params.logprobs_mode == "processed":
         logits = sequence.sampler.process(logits)
     actual = torch.tensor(sequence.tokens[begin + 1 : end + 1], device=logits.device)
-    wanted = sequence.params.prompt_logprobs or 0
-    sequence.prompt_logprobs += token_logprobs(logits, actual, wanted, sequence.token_text)
+    count = sequence.params.prompt_logprobs or 0
+    sequence.prompt_logprobs += token_logprobs(logits, actual, count, sequence.token_text)
 
 
 def decide(p: Pass, verify: Verifier | None, chosen: abc.Sequence[int] | None = None) -> None:
@@ -287,23 +287,24 @@ def decide(p: Pass, verify: Verifier | None, chosen: abc.Sequence[int] | None = 
 
     Args:
         verify: decides on trees; None, and for bare roots: the target's own choices are followed.
-        chosen: the target's choices after all nodes, as far as compiled code made them; -1: the logits are to be asked.
+        chosen: the target's choices after all nodes, to the extent that compiled code made them; -1: the logits are to
+            be used.
     """
     begin = 0
     for i in p.generating:
         p.rows[i] = slice(begin, begin + p.spans[i].nodes)
         begin = p.rows[i].stop
-    own = [i for i in p.generating if verify is None or p.spans[i].tree_index < 0]
+    unverified = [i for i in p.generating if verify is None or p.spans[i].tree_index < 0]
     treed = [i for i in p.generating if verify is not None and p.spans[i].tree_index >= 0]
     if treed and verify is not None and p.tree is not None:
-        logits = torch.cat([p.logits[p.rows[i]] for i in treed]) if own else p.logits
+        logits = torch.cat([p.logits[p.rows[i]] for i in treed]) if unverified else p.logits
         verdicts = verify([p.works[i].sequence for i in treed], p.tree, logits)
         for i, (path, token) in zip(treed, verdicts, strict=True):
             p.accept(i, path, token)
     if chosen is None:
-        plain = own and all(p.works[i].sequence.sampler.plain for i in own)
+        plain = unverified and all(p.works[i].sequence.sampler.plain for i in unverified)
         chosen = likeliest(p.logits).tolist() if plain else [-1] * begin
-    for i in own:
+    for i in unverified:
         index, picks = p.spans[i].tree_index, chosen[p.rows[i]]
         if -1 in picks:
             picks = choose_nodes(p.works[i].sequence, p.logits[p.rows[i]], p.tree, index).tolist()

@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.named import made, pairs
+from ..core.named import pairs, read_config
 from ..core.options import MOST_TEXT, shown
 from ..draft.base import DrafterSpec
 from .base import Round, RoundConfig, RoundParts
@@ -30,16 +30,16 @@ def parse_round(text: str) -> RoundConfig | None:
     Raises:
         ConfigError: an unknown round or option, a value of the wrong type or out of bounds.
     """
-    asked = f"round={shown(text)}"
+    subject = f"round={shown(text)}"
     if text == AUTO:
         return None
     match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?:,(.*))?", text, re.DOTALL) if len(text) <= MOST_TEXT else None
     if match is None or match[1] not in ROUNDS:
         if text.partition(":")[0] in ROUNDS:
-            raise ConfigError(asked, "options follow a comma", f"write {text.replace(':', ',', 1)!r}")
-        raise ConfigError(asked, "there is no such round", f"use one of: {', '.join([AUTO, *ROUNDS])}")
+            raise ConfigError(subject, "options follow a comma", f"write {text.replace(':', ',', 1)!r}")
+        raise ConfigError(subject, "there is no such round", f"use one of: {', '.join([AUTO, *ROUNDS])}")
     chosen = ROUNDS[match[1]]
-    config: RoundConfig = made(asked, chosen, pairs(asked, chosen, match[2]))
+    config: RoundConfig = read_config(subject, chosen, pairs(subject, chosen, match[2]))
     return config
 
 
@@ -49,8 +49,8 @@ def default_round(spec: DrafterSpec | None) -> RoundConfig:
     Raises:
         CapabilityError: there is none.
     """
-    found = [config() for config in ROUNDS.values() if config.automatic]
-    reasons = [(config, config.refusal(spec)) for config in found]
+    configs = [config() for config in ROUNDS.values() if config.automatic]
+    reasons = [(config, config.refusal(spec)) for config in configs]
     for config, reason in reasons:
         if reason is None:
             return config

@@ -25,7 +25,7 @@ AUTO: Literal["auto"] = "auto"
 START_PROMPT_ROWS = 64  # until a step with some was timed
 LEAST_PROMPT_ROWS = 16  # fewer cost a pass as much as these: a tile of the matrix products
 PROMPT_RATE = 1 / 4  # weight of a step in the running means
-SPARE_TOKENS = 32  # room for drafts behind a sequence's last token, where its place in the pool is chosen
+SPARE_TOKENS = 32  # room for drafts after a sequence's last token, where its place in the pool is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Scheduler:
         self._left = False  # whether the last step left a sequence waiting
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those that are as urgent."""
+        """Queue a sequence after those that are as urgent."""
         waiting = self.waiting
         if not waiting or _priority(waiting[-1]) <= _priority(sequence):
             waiting.append(sequence)
@@ -109,29 +109,29 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """Return the rows of the next step. Every work's cache has its rows reserved."""
         rows: dict[int, int] = {}
-        left = self.config.max_batch_rows
+        free_rows = self.config.max_batch_rows
         bounded = self._prompt_rows is not None and self._begin_prompts()
         for sequence in list(self.running):
             cache = sequence.cache
             if cache is None:  # preempted a moment ago
                 continue
-            wanted = min(len(sequence.tokens) - cache.front, left)
-            if bounded and wanted > 1:
-                wanted = self._grant(wanted)
-            if wanted <= 0:  # all its known tokens are under way, or this step has no room
+            needed = min(len(sequence.tokens) - cache.front, free_rows)
+            if bounded and needed > 1:
+                needed = self._grant(needed)
+            if needed <= 0:  # all its known tokens are under way, or this step has no room
                 continue
-            if not cache.reserve_here(wanted):
-                if not self._make_room(sequence, wanted, rows):
+            if not cache.reserve_here(needed):
+                if not self._make_room(sequence, needed, rows):
                     continue
-                cache.reserve(wanted)
-            rows[id(sequence)] = wanted
-            left -= wanted
+                cache.reserve(needed)
+            rows[id(sequence)] = needed
+            free_rows -= needed
         if self.waiting:
-            left = self._admit(rows, left)
+            free_rows = self._admit(rows, free_rows)
             self._left = bool(self.waiting)
-        return self._with_drafts([s for s in self.running if id(s) in rows], rows, left)
+        return self._with_drafts([s for s in self.running if id(s) in rows], rows, free_rows)
 
-    # -- a long prompt beside sequences that decode
+    # -- a long prompt next to sequences that decode
 
     def _begin_prompts(self) -> bool:
         """Begin the coming step's count of prompt rows; returns whether they are bounded: a sequence decodes."""
@@ -144,12 +144,12 @@ class Scheduler:
         assert self._prompt_rows is not None and self._granted is not None
         return self._prompt_rows - self._granted
 
-    def _grant(self, wanted: int) -> int:
-        """How many of the ``wanted`` rows of a prompt this step takes."""
+    def _grant(self, needed: int) -> int:
+        """Return how many of the ``needed`` rows of a prompt this step takes."""
         assert self._granted is not None
-        wanted = min(wanted, self._room())
-        self._granted += wanted
-        return wanted
+        needed = min(needed, self._room())
+        self._granted += needed
+        return needed
 
     def took(self, ms: float) -> None:
         """Learn from what the step took how many rows of prompts make it twice as long as one without them."""
@@ -165,17 +165,17 @@ class Scheduler:
 
     # -- memory
 
-    def _make_room(self, sequence: Sequence, wanted: int, rows: dict[int, int]) -> bool:
+    def _make_room(self, sequence: Sequence, needed: int, rows: dict[int, int]) -> bool:
         """Free blocks for pending rows; return whether the sequence may have them.
 
         Where the pool is full, less urgent or younger sequences are preempted, or this one.
         """
         assert sequence.cache is not None
-        if sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
+        if sequence.cache.blocks_short(needed) > self.pool.allocator.num_free:
             for other in self.running:
                 if other.cache is not None:
                     other.cache.trim()
-        while sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
+        while sequence.cache.blocks_short(needed) > self.pool.allocator.num_free:
             victim = max(reversed(self.running), key=_priority)
             self._preempt(victim)
             rows.pop(id(victim), None)
@@ -196,53 +196,53 @@ class Scheduler:
         self.waiting.insert(bisect_left(self.waiting, _priority(sequence), key=_priority), sequence)
         self.preempted.append(sequence)
 
-    def _admit(self, rows: dict[int, int], left: int) -> int:
+    def _admit(self, rows: dict[int, int], free_rows: int) -> int:
         """Start waiting sequences in their order while there is room. Returns the rows left."""
         later: list[Sequence] = []
-        # What was preempted in this step must not displace anything in the same step.
-        while self.waiting and left > 0 and len(self.running) < self.config.max_sequences and not self.preempted:
+        # A sequence preempted in this step must not displace anything in the same step.
+        while self.waiting and free_rows > 0 and len(self.running) < self.config.max_sequences and not self.preempted:
             sequence = self.waiting.popleft()
             if self._sibling_computes(sequence):
                 later.append(sequence)
                 continue
             tokens = sequence.tokens
-            most = left if self._granted is None else min(left, self._room())
+            most = free_rows if self._granted is None else min(free_rows, self._room())
             if most <= 0:
                 self.waiting.appendleft(sequence)
                 break
             reuse = self._reusable(sequence)
             identity, shareable = sequence.identity, sequence.shareable
-            wanted, blocks = self.pool.cost(tokens, most, reuse, identity, shareable)
+            needed, blocks = self.pool.cost(tokens, most, reuse, identity, shareable)
             # A block of headroom for each running sequence, lest the newcomer be preempted at once.
             if self.pool.allocator.num_free - blocks < len(self.running):
                 self.waiting.appendleft(sequence)
                 break
             expected = sequence.prompt_len + sequence.checker.max_tokens + SPARE_TOKENS
             sequence.cache = self.pool.open(tokens, reuse, expected, identity, shareable)
-            sequence.cache.reserve(wanted)
+            sequence.cache.reserve(needed)
             stats = sequence.stats
             if not stats.passes:
                 stats.cached_prompt_tokens = sequence.cache.reused
             if sequence.admitted is None:
                 sequence.admitted = perf_counter()
             self.running.append(sequence)
-            rows[id(sequence)] = wanted
-            left -= wanted
+            rows[id(sequence)] = needed
+            free_rows -= needed
             if self._granted is not None:
-                self._granted += wanted
+                self._granted += needed
         self.waiting.extendleft(reversed(later))
-        return left
+        return free_rows
 
     def _reusable(self, sequence: Sequence) -> int:
         """Leading tokens whose K/V may be taken from the cache, where it is there."""
-        known = len(sequence.tokens)
+        length = len(sequence.tokens)
         if sequence.params.prompt_logprobs is not None:
             return 0
         past = 0 if self.budget.never_drafts else self._past()
-        return 0 if past is None else max(0, known - max(1, past))
+        return 0 if past is None else max(0, length - max(1, past))
 
     def _sibling_computes(self, sequence: Sequence) -> bool:
-        """Whether another sample of the same request is still computing prompt blocks that both can share."""
+        """Return whether another sample of the same request is still computing prompt blocks that both can share."""
         if sequence.sampler.sample_index == 0:
             return False
         size = self.pool.block_size
@@ -252,7 +252,7 @@ class Scheduler:
             for other in self.running
         )
 
-    def _with_drafts(self, sequences: list[Sequence], rows: dict[int, int], left: int) -> list[Work]:
+    def _with_drafts(self, sequences: list[Sequence], rows: dict[int, int], free_rows: int) -> list[Work]:
         works = []
         for sequence in sequences:
             count = rows[id(sequence)]
@@ -261,12 +261,12 @@ class Scheduler:
             return works
         able = [w for w in works if w.max_depth > 0 and w.rows == 1 and w.generates]
         planned = self.budget.plan([w.sequence for w in able], sum(w.generates for w in works)) if able else ()
-        for work, wanted in zip(able, planned, strict=True):
-            if wanted > 0 and left > 0:
-                own = work.sequence.max_nodes
-                nodes = min(wanted, left) if own is None else min(wanted, left, own)
+        for work, nodes_planned in zip(able, planned, strict=True):
+            if nodes_planned > 0 and free_rows > 0:
+                limit = work.sequence.max_nodes
+                nodes = min(nodes_planned, free_rows) if limit is None else min(nodes_planned, free_rows, limit)
                 work.budget = self._affordable(work.sequence, nodes)
-                left -= work.budget
+                free_rows -= work.budget
         for work in works:
             work.may_draft = work.max_depth > 1
         if able and self.budget.rests:
@@ -299,7 +299,7 @@ def _priority(sequence: Sequence) -> int:
 
 
 def parse_prompt_rows(value: Any) -> int | Literal["auto"] | None:
-    """Rows of prompts beside sequences that decode: a number, also as text, ``auto``, or None.
+    """Rows of prompts next to sequences that decode: a number, also as text, ``auto``, or None.
 
     Raises:
         ConfigError: none of these.

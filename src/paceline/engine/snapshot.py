@@ -55,8 +55,8 @@ class Snapshot:
 
     def as_dict(self) -> dict[str, Any]:
         """All counters, ready for JSON."""
-        own = {"prefix_queries": self.prefix_queries, "prefix_hits": self.prefix_hits}
-        return asdict(self) | own
+        prefix = {"prefix_queries": self.prefix_queries, "prefix_hits": self.prefix_hits}
+        return asdict(self) | prefix
 
 
 def take(lives: Iterable[LiveRequest], scheduler: Scheduler, totals: Totals, steps: int) -> Snapshot:

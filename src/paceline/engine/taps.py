@@ -1,4 +1,4 @@
-"""States of a pass that its drafter asked for: which rows have them taken, and which of these it is shown.
+"""States of a pass that its drafter requested: which rows have them taken, and which of these it is shown.
 
 A step of a small model takes two milliseconds, and these functions run in every one of them.
 """
@@ -20,10 +20,10 @@ from .passes import Pass, Span
 class Tapped:
     """Rows of a pass whose states are taken: of each work all from a first one on. B works."""
 
-    layers: tuple[int, ...]  # behind which; as in `DrafterSpec.taps`
-    starts: list[int]  # [B] first row of the pass; behind the work's last one: none
+    layers: tuple[int, ...]  # after which; as in `DrafterSpec.taps`
+    starts: list[int]  # [B] first row of the pass; after the work's last one: none
     whole: bool  # all rows of the pass are taken
-    # By layer: states of the rows taken, one behind the other, or of all main rows of the pass; once they are there.
+    # By layer: states of the rows taken, one after the other, or of all main rows of the pass; once they are there.
     source: Mapping[int, Tensor] = field(default_factory=dict)
     apart: bool = False  # which of the two, where not all rows are taken
     ms: float = 0.0  # that taking them took
@@ -54,9 +54,9 @@ def _start(work: Work, span: Span, past: int | None) -> int:
     """Return the first row of a part of a prompt that a drafter needs."""
     if past is None:
         return span.start
-    cache, known = work.sequence.cache, len(work.sequence.tokens)
+    cache, length = work.sequence.cache, len(work.sequence.tokens)
     assert cache is not None
-    return min(span.stop, span.start + max(0, known - max(1, past) - cache.committed))
+    return min(span.stop, span.start + max(0, length - max(1, past) - cache.committed))
 
 
 def show(p: Pass, tapped: Tapped | None) -> StepFeatures:
@@ -73,12 +73,12 @@ def _states(p: Pass, tapped: Tapped) -> tuple[Mapping[int, Tensor], Sequence[sli
         return tapped.source, [slice(span.start, span.stop) for span in p.spans], first
     rows: list[int] = []
     slices: list[slice] = []
-    first, taken = [], 0
+    first, rows_read = [], 0
     for i, (work, span, start) in enumerate(zip(p.works, p.spans, tapped.starts, strict=True)):
         cache, begin = work.sequence.cache, len(rows)
         assert cache is not None
         if start < span.stop:
-            shift = taken - start if tapped.apart else 0  # from rows of the pass to those of the source
+            shift = rows_read - start if tapped.apart else 0  # from rows of the pass to those of the source
             rows += range(start + shift, span.start + work.rows + shift)
             path = p.paths.get(i)
             if path:
@@ -87,7 +87,7 @@ def _states(p: Pass, tapped: Tapped) -> tuple[Mapping[int, Tensor], Sequence[sli
         else:
             first.append(cache.committed + work.rows)
         slices.append(slice(begin, len(rows)))
-        taken += span.stop - start
+        rows_read += span.stop - start
     return _picked(tapped.source, rows), slices, first
 
 

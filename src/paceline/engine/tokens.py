@@ -14,7 +14,7 @@ from ..core.request import TextStream
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
 CONTEXT_IDS = 8  # tokens in front of the next one that its text may depend on
-_BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
+_BROKEN = "\ufffd"  # replacement that decoders write for bytes that are not a character, or not one yet
 _MOST_PARTS = 3  # tokens of a character that is incomplete: one of four bytes lacks its last
 _LONGEST = 7  # tokens after the last complete character that are decoded again for each
 _ANCHOR = "a"  # stands before a token whose own text is wanted
@@ -33,9 +33,9 @@ def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
     if ids is not None:
         return _ids(ids), None if text is None else _checked_text(text)
     if not isinstance(text, str):
-        shown = type(prompt if text is None else text).__name__
+        type_name = type(prompt if text is None else text).__name__
         raise ConfigError(
-            f"a prompt of type {shown}", "a prompt is text or ids", 'give "..." or {"prompt_token_ids": [...]}'
+            f"a prompt of type {type_name}", "a prompt is text or ids", 'give "..." or {"prompt_token_ids": [...]}'
         )
     if tokenizer is None:
         raise ConfigError("a text prompt", "this model has no tokenizer", 'give {"prompt_token_ids": [...]}')
@@ -66,7 +66,7 @@ def _checked_text(text: object) -> str:
 
 def _encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
     try:
-        # Not verbose: the engine itself says when a prompt is too long, transformers would warn next to that.
+        # Not verbose: the engine itself states when a prompt is too long, transformers would warn next to that.
         return list(tokenizer.encode(text, verbose=False, **options))
     except Exception as error:  # tokenizers raise many kinds, plain Exception among them
         wrong = f"the tokenizer cannot encode it ({type(error).__name__}: {error})"
@@ -89,10 +89,10 @@ def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any, model: str) 
         raise ConfigError(f"chat with {model}", "the model has no chat template", "use generate with a plain prompt")
     if not messages:
         raise ConfigError("a chat without messages", "there is nothing to answer", "give at least one message")
-    told = [_message(message, "developer" in str(template)) for message in messages]
+    plain_messages = [_message(message, "developer" in str(template)) for message in messages]
     try:
         text = tokenizer.apply_chat_template(
-            as_read(told, lambda probe: str(tokenizer.apply_chat_template(probe, tokenize=False))),
+            as_read(plain_messages, lambda probe: str(tokenizer.apply_chat_template(probe, tokenize=False))),
             add_generation_prompt=True,
             tokenize=False,
         )
@@ -115,12 +115,12 @@ def _message(message: Any, knows_developers: bool) -> dict[str, Any]:
     if not isinstance(content, str | list) and not (content is None and calls):
         raise ConfigError(f"chat message {shown(message)}", "a message has a role and a text", form)
     role = message["role"]
-    told = {**message, "content": content or "", "role": role}
+    plain = {**message, "content": content or "", "role": role}
     if role == "developer" and not knows_developers:
-        told["role"] = "system"
+        plain["role"] = "system"
     if calls:
-        told["tool_calls"] = [*map(_call, calls)]
-    return told
+        plain["tool_calls"] = [*map(_call, calls)]
+    return plain
 
 
 def _part(part: Any) -> str:
@@ -133,7 +133,7 @@ def _part(part: Any) -> str:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a tool call whose arguments are no text any more: templates write them as JSON themselves."""
+    """Return a tool call whose arguments are not text any more: templates write them as JSON themselves."""
     remedy = 'give {"id": "..", "type": "function", "function": {"name": "..", "arguments": "{..}"}}'
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -234,7 +234,7 @@ class AnswerText:
         return self._advance(text, len(text))
 
     def _begin(self, ids: list[int]) -> None:
-        """Go on after these tokens, whose text has been returned."""
+        """Continue after these tokens, whose text has been returned."""
         self._ids = ids  # the window
         self._whole = len(ids)  # tokens of the window after which no character is incomplete
         # The part of the window's text that was returned; the text of its whole tokens.

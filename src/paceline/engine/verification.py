@@ -24,7 +24,7 @@ Verifier = abc.Callable[[abc.Sequence[Sequence], TokenTree, Tensor], list[Accept
 def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
     """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
 
-    Where its rules fail at the root, that is noted, and the rest goes on. Where they fail below it, where plain
+    Where its rules fail at the root, that is noted, and the rest continues. Where they fail below it, where plain
     decoding may never come, the root alone has a choice, and the nodes below have -1.
 
     Args:
@@ -56,9 +56,9 @@ def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
         p = logits.new_zeros((*size, logits.shape[-1]))  # [B, N, V]
         uniform = torch.ones(size, dtype=torch.float64)  # [B, N]
         rows = zip(sequences, logits.split(tree.counts), tree.counts, strict=True)
-        for b, (sequence, own, count) in enumerate(rows):
+        for b, (sequence, rows_of_tree, count) in enumerate(rows):
             try:
-                p[b, :count] = sequence.sampler.probs(own, tree.path_tokens(b))
+                p[b, :count] = sequence.sampler.probs(rows_of_tree, tree.path_tokens(b))
             except Exception as error:
                 sequence.fault = error
                 p[b, :count, 0] = 1  # any distribution: nothing that is drawn from it comes out
@@ -76,7 +76,7 @@ def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
 
 @dataclass(frozen=True, slots=True)
 class VerifierKind:
-    """A verifier and what it asks of the drafts."""
+    """A verifier and its requirements."""
 
     verify: Verifier | None = None  # None: the target's own choices are followed along the tree
     needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter
@@ -86,7 +86,7 @@ class VerifierKind:
 
     @property
     def ids_depend_on_drafter(self) -> bool:
-        """Whether another drafter may give other ids, so that ``exact`` cannot hold."""
+        """Return whether another drafter may give other ids, so that ``exact`` cannot hold."""
         return self.needs_q or self.lossy
 
 
@@ -106,8 +106,8 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
         CapabilityError: a verifier that needs q, or chains, with a drafter that does not give them.
     """
     if name not in VERIFIERS:
-        known = ", ".join(VERIFIERS)
-        raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {known}")
+        names = ", ".join(VERIFIERS)
+        raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {names}")
     kind = VERIFIERS[name]
     if kind.needs_q and (spec is None or spec.proposes != "sampled"):
         drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"

@@ -4,14 +4,14 @@ A wheel carries a library for each level of instructions, and the best one that 
 none fits these sources and this processor, as in a checkout, the machine's C++ compiler (``CXX``, else ``c++``)
 compiles one in one to two minutes, and the user's cache folder keeps it. The library is called through
 `ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Without a library
-everything runs on torch's own kernels, and `unavailable` says why.
+everything runs on torch's own kernels, and `unavailable` has the reason.
 
 A cached library is code that will run, so before it is opened
 
 - it must be whole: its name carries the sha256 of its content, and it gets that name in one step. A power cut or a full
   disk leaves no file under such a name, or one that fails the check and is compiled again; several processes that
   compile at once each put a whole file there.
-- it and its folder must belong to the user who runs this (to root only where root runs it), and nobody else may
+- it and its folder must belong to the user that runs this (to root only where root runs it), and nobody else may
   write to them. Otherwise torch's kernels are used, and a warning gives the remedy.
 
 Between the check and the opening only somebody who may write to that folder could change the file: by the second
@@ -47,7 +47,7 @@ SHIPPED = Path(__file__).parent / "compiled"  # the libraries of a wheel
 # "0": torch's kernels only; one of `LEVELS`: no instructions beyond it; "1": compiled for this processor.
 SWITCH = "PACELINE_NATIVE"
 COMPILE_SECONDS = 300
-# Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
+# Contraction is off: two instances of one template must not round differently; where it pays, the source requests it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 RULES_BYTES = ctypes.sizeof(abi.CRules)  # which `SequenceSampler.rules` packs
 # Levels of instructions in the order of `Isa` (kernels/simd.h): the compiler's flags, and the instructions that a
@@ -103,12 +103,12 @@ def _load() -> tuple[Any, str | None]:
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0"
     try:
-        found = abi.declared(opened(SOURCE), "\n".join(_texts(SOURCE)))
+        functions = abi.declared(opened(SOURCE), "\n".join(_texts(SOURCE)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)
-    found.isa = found.pl_init(AMX)
-    return found, None
+    functions.isa = functions.pl_init(AMX)
+    return functions, None
 
 
 def opened(source: Path) -> ctypes.CDLL:
@@ -151,8 +151,8 @@ def built(source: Path, level: str = "") -> Path:
     stem = f"{source.stem}-{_digest((*_texts(source), version, command, _output(probe, 60)[1]))}"
     if (cache_folder := user_cache()) is None:
         raise RuntimeError("the user has no cache folder; name one by an absolute path in XDG_CACHE_HOME")
-    if (kept := _kept(folder := cache_folder / "kernels", stem)) is not None:
-        return kept
+    if (cached := _kept(folder := cache_folder / "kernels", stem)) is not None:
+        return cached
     _make_folder(folder)
     if source == SOURCE:  # a warning, which shows where nobody has set up logging: the start is silent for so long
         log.warning("compiling the layers for %s, once: one to two minutes", level or "this processor")
@@ -185,7 +185,7 @@ def _flags_of(level: str) -> list[str]:
 
 
 def _texts(source: Path) -> list[str]:
-    """Return a source and its headers, which lie in a folder of the same name: each name, and what it says."""
+    """Return a source and its headers, which lie in a folder of the same name: names and contents."""
     headers = sorted(source.with_suffix("").rglob("*.h"))
     return [text for path in (source, *headers) for text in (path.name, path.read_text("utf-8"))]
 
@@ -199,12 +199,12 @@ def _kept(folder: Path, stem: str) -> Path | None:
     if not folder.is_dir():
         return None
     _require_own(folder)
-    found = [path for path in sorted(folder.glob(f"{stem}-*.so")) if path.is_file()]
-    for path in found:
+    files = [path for path in sorted(folder.glob(f"{stem}-*.so")) if path.is_file()]
+    for path in files:
         _require_own(path)
         if _sha256(path) == path.stem.rpartition("-")[2]:
             return path
-    if found:
+    if files:
         log.warning("the compiled kernels in %s are broken: they are compiled again", folder)
     return None
 
@@ -234,15 +234,15 @@ def _sha256(path: Path) -> str:
 
 def _compiler() -> list[str]:
     """Return the C++ compiler, and whatever stands before or after it in CXX ("ccache g++")."""
-    asked = os.environ.get("CXX", "")
+    variable = os.environ.get("CXX", "")
     try:
-        words = shlex.split(asked) or ["c++"]
+        words = shlex.split(variable) or ["c++"]
     except ValueError as error:
-        raise RuntimeError(f"CXX={asked!r} is no command ({error}); correct it, or unset it") from error
-    found = shutil.which(words[0])
-    if found is None:
+        raise RuntimeError(f"CXX={variable!r} is no command ({error}); correct it, or unset it") from error
+    program = shutil.which(words[0])
+    if program is None:
         raise RuntimeError(f"no C++ compiler {words[0]!r} was found; install g++, or name yours in CXX")
-    return [found, *words[1:]]
+    return [program, *words[1:]]
 
 
 def _make_folder(folder: Path) -> None:
@@ -265,7 +265,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _output(command: list[str], seconds: float) -> tuple[int, str]:
-    """Return a command's exit status and what it said, errors first.
+    """Return a command's exit status and output, errors first.
 
     One that is given up ends with all its processes.
     """
@@ -274,11 +274,11 @@ def _output(command: list[str], seconds: float) -> tuple[int, str]:
         command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
     ) as process:
         try:
-            said, errors = process.communicate(timeout=seconds)
+            output, errors = process.communicate(timeout=seconds)
         except BaseException:  # an interrupt, too
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    return process.returncode, errors + said
+    return process.returncode, errors + output
 
 
 def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, source: Path) -> Path:
@@ -287,14 +287,14 @@ def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, sou
     No OpenMP runtime is linked: the kernels have threads of their own.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        obj, made = Path(scratch) / f"{source.stem}.o", Path(scratch) / f"{source.stem}.so"
-        link = [*compiler, "-shared", str(obj), "-o", str(made)]
+        obj, library_file = Path(scratch) / f"{source.stem}.o", Path(scratch) / f"{source.stem}.so"
+        link = [*compiler, "-shared", str(obj), "-o", str(library_file)]
         for command in ([*compiler, *flags, "-c", str(source), "-o", str(obj)], link):
-            status, said = _output(command, COMPILE_SECONDS)
+            status, messages = _output(command, COMPILE_SECONDS)
             if status:
-                first = " | ".join(said.strip().splitlines()[:3]) or f"exit status {status}"
+                first = " | ".join(messages.strip().splitlines()[:3]) or f"exit status {status}"
                 raise RuntimeError(f"{shlex.join(compiler)} failed: {first}")
-        path = folder / f"{stem}-{_sha256(made)}.so"
-        made.chmod(0o700)  # whatever the umask
-        made.replace(path)
+        path = folder / f"{stem}-{_sha256(library_file)}.so"
+        library_file.chmod(0o700)  # whatever the umask
+        library_file.replace(path)
         return path

@@ -48,15 +48,15 @@ def _kind(written: str) -> Any:
 
 def _fields(text: str) -> list[tuple[str, Any]]:
     """Return the fields that a struct's declaration has: "int64_t n, k; const float* bias;"."""
-    found: list[tuple[str, Any]] = []
+    members: list[tuple[str, Any]] = []
     for declaration in filter(None, map(str.strip, text.split(";"))):
         written = re.fullmatch(r"(.*\*|\w+) +(.*)", declaration, re.DOTALL)
         if written is None or ("*" in written[1] and "," in written[2]):  # of ``float* a, b`` b is not a pointer
             raise RuntimeError(
                 f"the kernels declare {declaration!r}, which kernels/abi.py cannot read: write KIND NAME"
             )
-        found += [(name.strip(), _kind(written[1])) for name in written[2].split(",")]
-    return found
+        members += [(name.strip(), _kind(written[1])) for name in written[2].split(",")]
+    return members
 
 
 def _read(header: str) -> None:
@@ -82,25 +82,25 @@ def declared(library: ctypes.CDLL, source: str) -> Any:
     Raises:
         RuntimeError: the library lacks a function, a kind is not known, or a struct is not the one here.
     """
-    found = SimpleNamespace(path=library._name)
+    functions = SimpleNamespace(path=library._name)
     entries = _ENTRY.findall(source)
     names = [*(name for _, name, _ in entries), *map("pl_struct_{}".format, STRUCTS)]
     if lost := [name for name in names if not hasattr(library, name)]:
-        raise RuntimeError(f"{found.path} is not a library of these kernels: it lacks {lost[0]}; remove it")
+        raise RuntimeError(f"{functions.path} is not a library of these kernels: it lacks {lost[0]}; remove it")
     _require_same(library)
-    for returned, name, taken in entries:
+    for returned, name, arguments in entries:
         function = getattr(library, name)
-        function.argtypes = [_kind(argument.rpartition(" ")[0].strip()) for argument in taken.split(",")]
+        function.argtypes = [_kind(argument.rpartition(" ")[0].strip()) for argument in arguments.split(",")]
         function.restype = _kind(returned)
-        setattr(found, name, function)
-    return found
+        setattr(functions, name, function)
+    return functions
 
 
 def _require_same(library: Any) -> None:
     """Refuse a library whose structs are not these.
 
     Raises:
-        RuntimeError: which struct, and what each side says.
+        RuntimeError: which struct, and both sides' fields.
     """
     for name, struct in STRUCTS.items():
         size = ctypes.c_int64()

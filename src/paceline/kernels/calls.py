@@ -36,14 +36,16 @@ class TokenPass(NamedTuple):
     positions: Sequence[int]  # [rows]
     slots: slice | Sequence[int]  # [rows] where K and V of each row go
     spans: Sequence[RowSpan]  # where each sequence's rows lie, in order
-    wanted: Sequence[int]  # rows after which a token is chosen, ascending
+    choice_rows: Sequence[int]  # rows after which a token is chosen, ascending
     adapters: Sequence[AdapterRange] = ()  # ranges of rows with adapters
     rules: bytes | None = None  # `SequenceSampler.rules` of every span in a row; None: all take the likeliest
     logits: Tensor | None = None  # [wanted and riders, vocab] float32, to be filled; goes with ``rules``
     masks: Tensor | None = None  # [wanted, (vocab + 31) // 32] int32: bits of tokens that may follow; with ``rules``
 
     def packed(self, vocab: int, held: list[Any], riders: int = 0) -> array[int]:
-        """As compiled code reads it: an `abi.CTokenPass`, its spans and its numbers; last is room for the choices.
+        """Pack it as compiled code reads it: an `abi.CTokenPass`, its spans and its numbers.
+
+        Last is room for the choices.
 
         One array, because a pass of a small model takes about a millisecond, and ctypes would take 3% of it to set the
         same fields one by one. What else must stay alive is appended to ``held``.
@@ -51,7 +53,7 @@ class TokenPass(NamedTuple):
         Raises:
             ValueError: rules or logits of another size.
         """
-        numbers, rows, spans = [*self.tokens, *self.positions, *self.wanted], len(self.tokens), list[int]()
+        numbers, rows, spans = [*self.tokens, *self.positions, *self.choice_rows], len(self.tokens), list[int]()
         begin = len(_PASS) + len(_SPAN) * len(self.spans)  # of the numbers; places are counted in fields
         addresses = [*_OWN]  # places of the fields that point into the array
         slots, slot_base = 0, 0
@@ -72,14 +74,14 @@ class TokenPass(NamedTuple):
         drawing = self._drawing(vocab, held, riders)
         head = (  # in the order of _PASS
             *(rows, begin, begin + rows, slots, slot_base),
-            *(len(_PASS), len(self.spans), begin + 2 * rows, len(self.wanted)),
+            *(len(_PASS), len(self.spans), begin + 2 * rows, len(self.choice_rows)),
             *(*drawing, begin + len(numbers)),
         )
-        made = array("q", [*head, *spans, *numbers, *self.wanted])
-        here = made.buffer_info()[0]
+        words = array("q", [*head, *spans, *numbers, *self.choice_rows])
+        here = words.buffer_info()[0]
         for place in addresses:
-            made[place] = here + 8 * made[place]
-        return made
+            words[place] = here + 8 * words[place]
+        return words
 
     def _drawing(self, vocab: int, held: list[Any], riders: int) -> tuple[int, int, int]:
         """Addresses of the rules, the logits and the masks; 0 where all take the likeliest token, or any."""
@@ -90,10 +92,10 @@ class TokenPass(NamedTuple):
             raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
         if not logits.is_contiguous():
             raise ValueError("logits that do not lie in one piece")
-        shape = len(self.wanted) + riders, vocab
+        shape = len(self.choice_rows) + riders, vocab
         if self.masks is not None:
-            masks = hold(self.masks, (len(self.wanted), (vocab + 31) // 32), held, torch.int32)
-        return rules_at(rules, held) or 0, hold(logits, shape, held, torch.float32), masks
+            masks = pointer_to(self.masks, (len(self.choice_rows), (vocab + 31) // 32), held, torch.int32)
+        return rules_at(rules, held) or 0, pointer_to(logits, shape, held, torch.float32), masks
 
 
 # Names of the fields, in the order in which `TokenPass.packed` lists them, each of 8 bytes (see its test).
@@ -106,13 +108,13 @@ _SLOTS, _PARENTS = _PASS.index("slots"), _SPAN.index("parents")
 class NativeTaps:
     """States that `Stack.decide` is to copy out of a pass."""
 
-    layers: tuple[int, ...]  # layers behind which states are copied, ascending
+    layers: tuple[int, ...]  # layers after which states are copied, ascending
     rows: Sequence[int] | None  # rows of the pass to copy; None: the first ones, as many as there is room for
     out: Tensor  # [layers, rows, d_model], or of one layer [rows, d_model], in the dtype of the states, to be filled
     ms: float = 0.0  # ms that copying took; set by the call
 
     def struct(self, width: int, dtype: torch.dtype, held: list[Any]) -> abi.CTaps:
-        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
+        """Pack it as compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
         out, shape, count = self.out, self.out.shape, len(self.layers)
         rows = shape[-2] if self.rows is None else len(self.rows)
         if shape != (count, rows, width) and not (count == 1 and shape == (rows, width)):
@@ -127,7 +129,7 @@ class NativeTaps:
 
 @cache
 def _after(layers: tuple[int, ...]) -> array[int]:
-    """How many layers a pass has run behind each of these layers."""
+    """Return how many layers a pass has run after each of these layers."""
     return array("q", [layer + 1 for layer in layers])
 
 
@@ -135,7 +137,7 @@ class Room:
     """Room for lists that compiled code makes, of a given number of entries.
 
     Args:
-        struct: is told where the lists lie.
+        struct: receives the addresses of the lists.
         most: entries of each list.
         fields: of the struct, each with the letter of `array` for its entries.
     """
@@ -145,9 +147,9 @@ class Room:
         for name, part in zip(fields, self._parts, strict=True):
             setattr(struct, name, part.buffer_info()[0])
 
-    def read(self, made: int) -> Any:  # list[list[int] | list[float]]
-        """Of each field the first so many entries."""
-        return [part[:made].tolist() for part in self._parts]
+    def read(self, count: int) -> Any:  # list[list[int] | list[float]]
+        """Return the first so many entries of each field."""
+        return [part[:count].tolist() for part in self._parts]
 
 
 def numbers(values: Sequence[int], held: list[Any]) -> int:
@@ -166,10 +168,10 @@ def rules_at(rules: bytes | None, held: list[Any]) -> int | None:
 
 def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int | None]:
     """(first slot, None) of keys in a row, (-1, address of ``count`` slots) of others."""
-    return (keys.start, None) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
+    return (keys.start, None) if isinstance(keys, slice) else (-1, pointer_to(keys[:count], (count,), held))
 
 
-def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
+def pointer_to(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
     """Return the address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
@@ -178,7 +180,8 @@ def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dty
 
 
 # Torch moves 32,768 numbers and more by threads, which then spin for milliseconds on a core that the compiled layers
-# need: these find it taken, and go on with one thread for up to 0.4 seconds. So rows of a step are moved by these two.
+# need: these find it taken, and continue with one thread for up to 0.4 seconds. So rows of a step are moved by these
+# two.
 
 
 def pick(x: Tensor, rows: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from . import abi
-from .calls import Room, hold, keys_of, numbers, rules_at
+from .calls import Room, keys_of, numbers, pointer_to, rules_at
 from .linear import NativeLinear, require
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
-    """Where a continuation starts and when it ends; see `roll`."""
+    """Describe where a continuation starts and when it ends; see `roll`."""
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
     position: int  # of the first of them
@@ -48,13 +48,13 @@ def sparse_view(sinks: int, window: int, rotation: Rotation) -> abi.CSparseView:
     cos, sin = rotation.halves
     if cos.dtype != torch.float32:
         raise ValueError(f"angles in {cos.dtype}, where float32 is read")
-    made = abi.CSparseView(sinks=sinks, window=window, cos=cos.data_ptr(), sin=sin.data_ptr(), num_gaps=len(cos))
-    made.held = cos, sin
-    return made
+    view = abi.CSparseView(sinks=sinks, window=window, cos=cos.data_ptr(), sin=sin.data_ptr(), num_gaps=len(cos))
+    view.held = cos, sin
+    return view
 
 
 class TreeStart(NamedTuple):
-    """Where a draft tree starts and how far it may grow; see `grow`."""
+    """Describe where a draft tree starts and how far it may grow; see `grow`."""
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more; the last one is the root
     position: int  # of the first of them
@@ -133,7 +133,7 @@ def grow(
 
     Returns:
         The trees as `DraftModel` grows them level by level, nodes in its order; with ``fused`` the best nodes of
-        each, as many as its budget says.
+        each, as many as the budget states.
 
     Raises:
         ValueError: as `roll`; nothing was computed.
@@ -148,8 +148,8 @@ def grow(
         rooms.append(Room(row, s.most, **_TREE))
     rules = abi.CTreeRules(topk=topk, levels=len(factors), factors=numbers(factors, held), floor=floor)
     run, limit = stack.reaching(cache, last), min(limit, stack.shape[0])
-    given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
-    require(stack.library.pl_grow(stack.reference, ctypes.byref(run), stack.embedding_at, *given))
+    arguments = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
+    require(stack.library.pl_grow(stack.reference, ctypes.byref(run), stack.embedding_at, *arguments))
     rows = zip(rooms, table, strict=True)
     return [GrownTree._make([*room.read(row.nodes), row.forwarded, row.passes]) for room, row in rows]
 
@@ -171,14 +171,14 @@ def _states_at(start: TreeStart | SampleStart, stack: Stack, held: list[Any]) ->
     rows = len(start.pending)
     if start.states is None:
         raise ValueError(f"no states in front of {rows} pending tokens")
-    return hold(start.states, (rows, stack.shape[1]), held, stack.dtype)
+    return pointer_to(start.states, (rows, stack.shape[1]), held, stack.dtype)
 
 
 # -- drafters of states
 
 
 class NativeFuse:
-    """How a row is made of a state and a token: ``struct Fuse`` of the kernels.
+    """Describe how a row is made of a state and a token: ``struct Fuse`` of the kernels.
 
     Args:
         both: [2d -> d] of [token, state].
@@ -198,23 +198,25 @@ class NativeFuse:
     ) -> None:
         self._held = both, state, constant.contiguous(), target
         self.reads_tokens = reads_tokens
-        known = abi.CLinear() if state is None else state.struct
+        first = abi.CLinear() if state is None else state.struct
         norm, eps = (None, 0.0) if target is None else target.norm_at
-        self._struct = abi.CFuse(both=both.struct, state=known, constant=self._held[2].data_ptr(), norm=norm, eps=eps)
+        self._struct = abi.CFuse(both=both.struct, state=first, constant=self._held[2].data_ptr(), norm=norm, eps=eps)
         self.reference = ctypes.byref(self._struct)
 
 
 def token_info(factors: Tensor, table: NativeLinear) -> abi.CTokenInfo:
-    """Return what tokens say about their children.
+    """Return what tokens imply for their children.
 
     Args:
         factors: [V, r] of every token, in the dtype of states.
         table: [r -> outputs of the head] that they are multiplied with, of the same dtype.
     """
     held: list[Any] = [table]
-    made = abi.CTokenInfo(table=table.struct, factors=hold(factors, (len(factors), table.shape[1]), held, table.dtype))
-    made.held = held
-    return made
+    info = abi.CTokenInfo(
+        table=table.struct, factors=pointer_to(factors, (len(factors), table.shape[1]), held, table.dtype)
+    )
+    info.held = held
+    return info
 
 
 MANY = 1 << 30  # nodes that Algorithm 1 makes
@@ -230,7 +232,7 @@ class SampleStart(NamedTuple):
     root: int
     place: int  # position that the root's children will have in the text
     rules: bytes | None  # as of a `ChainStart`
-    left: Tensor | None = None  # [levels, outputs of the head] float32, contiguous; None: nothing is re-sampled
+    leftover: Tensor | None = None  # [levels, outputs of the head] float32, contiguous; None: nothing is re-sampled
     states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
     most: tuple[int, int] = (MANY, MANY)  # nodes wanted of the new tree, and of the other: the best
 
@@ -249,7 +251,7 @@ def sample(
     Args:
         branches: k of Algorithm 1.
         noisy: whether tokens are ranked with the noise of the target's own choices.
-        fused, info: how rows are made, and what tokens say; None: nothing.
+        fused, info: how rows are made, and the bias of tokens; None: none.
         cache: K and V; every pending token and every step but the last gets its own.
 
     Returns:
@@ -262,23 +264,23 @@ def sample(
     held, table, rooms, last = list[Any](), (abi.CSampleStart * len(starts))(), [], 0
     for row, s in zip(table, starts, strict=True):
         row.root, row.place, row.rules = s.root, s.place, rules_at(s.rules, held)
-        row.fresh.levels, row.left.levels = s.steps, 0 if s.left is None else len(s.left)
+        row.fresh.levels, row.left.levels = s.steps, 0 if s.leftover is None else len(s.leftover)
         if s.steps:
             last = max(last, _begin(row, s, s.steps - 1, held))
             row.states = _states_at(s, stack, held)
-        if s.left is not None:
-            row.left.logits = hold(s.left, (len(s.left), vocab), held, torch.float32)
+        if s.leftover is not None:
+            row.left.logits = pointer_to(s.leftover, (len(s.leftover), vocab), held, torch.float32)
         for tree, most in zip((row.fresh, row.left), s.most, strict=True):
             tree.most = min(_most(branches, tree.levels), most)
             rooms.append(Room(tree, tree.most, **_TREE))
     run = stack.reaching(cache, last)
     raw = torch.empty(sum(s.steps for s in starts), vocab)
-    known = None if info is None else ctypes.byref(info)
-    given = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
-    called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, known
-    require(stack.library.pl_sample(*called, *given))
-    made = zip(rooms, (tree for row in table for tree in (row.fresh, row.left)), strict=True)
-    trees = [GrownTree(*room.read(tree.nodes)) if tree.levels else None for room, tree in made]
+    info_reference = None if info is None else ctypes.byref(info)
+    arguments = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
+    called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, info_reference
+    require(stack.library.pl_sample(*called, *arguments))
+    pairs = zip(rooms, (tree for row in table for tree in (row.fresh, row.left)), strict=True)
+    trees = [GrownTree(*room.read(tree.nodes)) if tree.levels else None for room, tree in pairs]
     return raw, [*zip(trees[::2], trees[1::2], strict=True)]
 
 
@@ -305,14 +307,14 @@ class NativeHeads:
     """
 
     def __init__(
-        self, stack: Stack, matrices: Tensor, bias: Tensor, own: Tensor | None = None, hot: Tensor | None = None
+        self, stack: Stack, matrices: Tensor, bias: Tensor, ends: Tensor | None = None, hot: Tensor | None = None
     ) -> None:
         self.stack, self.count = stack, len(bias)
         vocab, width = stack.shape
-        if matrices.shape != (self.count * width, width) or (own is not None and own.shape[1:] != (vocab, width)):
+        if matrices.shape != (self.count * width, width) or (ends is not None and ends.shape[1:] != (vocab, width)):
             raise ValueError(f"heads of other shapes than a target of width {width} with {vocab} tokens has")
         self.blocks = NativeLinear(matrices.to("cpu", stack.dtype), bias.flatten())
-        self.own = [NativeLinear(part.to("cpu", stack.dtype), None) for part in own] if own is not None else []
+        self.own = [NativeLinear(part.to("cpu", stack.dtype), None) for part in ends] if ends is not None else []
         self._table = (abi.CLinear * len(self.own))(*[linear.struct for linear in self.own])
         own_at = ctypes.addressof(self._table) if self.own else None
         self._struct = abi.CHeads(count=self.count, blocks=self.blocks.struct, own=own_at)
@@ -340,17 +342,17 @@ class NativeHeads:
         if len(places) != rows or (rules is not None and len(rules) != kernels.RULES_BYTES * rows):
             raise ValueError(f"{len(places)} positions and {len(rules or b'')} bytes of rules for {rows} states")
         out = tokens.buffer_info()[0], log_q.buffer_info()[0], torch.get_num_threads()
-        given = states.data_ptr(), rows, k, rules, places.buffer_info()[0], int(noisy)
-        require(self.stack.library.pl_heads(ctypes.byref(self._ends), self._reference, *given, *out))
+        call = states.data_ptr(), rows, k, rules, places.buffer_info()[0], int(noisy)
+        require(self.stack.library.pl_heads(ctypes.byref(self._ends), self._reference, *call, *out))
         starts = [[head * size + row * k for head in range(self.count)] for row in range(rows)]
-        return [([tokens[i : i + k].tolist() for i in own], [log_q[i : i + k].tolist() for i in own]) for own in starts]
+        return [([tokens[i : i + k].tolist() for i in at], [log_q[i : i + k].tolist() for i in at]) for at in starts]
 
 
 # -- feedback memory
 
 
 class RingChain(NamedTuple):
-    """Where one sequence's chain starts; see `recall`."""
+    """Describe where one sequence's chain starts; see `recall`."""
 
     root: int
     position: int  # position of the root
@@ -385,7 +387,7 @@ def write_keys(
     held: list[Any] = []
     run, most = stack.reaching(ring, max(positions)), len(states[0])
     run.rows, run.positions, run.slots = len(rows), numbers(positions, held), numbers(slots, held)
-    tables = numbers([hold(own, (most, width), held, stack.dtype) for own in states], held)
+    tables = numbers([pointer_to(state, (most, width), held, stack.dtype) for state in states], held)
     require(stack.library.pl_keys(stack.reference, ctypes.byref(run), tables, most, numbers(rows, held)))
 
 
@@ -413,8 +415,8 @@ def recall(
         row.rules = rules_at(chain.rules, held)
         rooms.append(Room(row, chain.steps, tokens="q", log_q="f"))
     shape = abi.CRingShape(sinks=ring.view.sinks, window=ring.view.window, span=ring.span)
-    known = hold(mix, (layers, layers + 1), held, torch.float32)
+    mix_address = pointer_to(mix, (layers, layers + 1), held, torch.float32)
     run = stack.reaching(ring, max(chain.position + chain.steps for chain in chains))
-    given = min(limit, stack.shape[0]), ctypes.byref(shape), table, len(chains), known, floor
-    require(stack.library.pl_recall(stack.reference, ctypes.byref(run), stack.embedding_at, *given))
+    arguments = min(limit, stack.shape[0]), ctypes.byref(shape), table, len(chains), mix_address, floor
+    require(stack.library.pl_recall(stack.reference, ctypes.byref(run), stack.embedding_at, *arguments))
     return _chains(table, rooms)

@@ -1,10 +1,10 @@
 """A decoder's layers in one call: the compiled counterpart of `layers.Layer.run`.
 
 Used where it can run (float32, bf16, int8 or 4-bit weights on the CPU, SiLU or tanh GELU); everything else runs layer
-by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros: these add exactly 0
-to every sum.
+by layer on torch. Heads and a feed-forward width that are not a multiple of 16 are padded with zeros: these add exactly
+0 to every sum.
 
-A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost.
+A row's bits depend on that row and on the keys it sees alone, so what ``exact`` requests holds here at no cost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..model.padding import SCALE_ROOM, padded
 from ..model.rope import RopeTables
 from ..weights.blocks import StoredWeights
 from . import abi
-from .calls import NativeTaps, TokenPass, hold, keys_of
+from .calls import NativeTaps, TokenPass, keys_of, pointer_to
 from .linear import BAD_POSITION, NativeAdapters, require
 from .weights import Loaded, NativeWeights
 
@@ -55,9 +55,9 @@ class Stack:
     """All layers of a decoder and its head, whose weights it takes over, packed; arguments as of `NativeWeights`."""
 
     def __init__(
-        self, decoder: Loaded, stored: StoredWeights | None = None, lender: NativeWeights | None = None
+        self, decoder: Loaded, stored: StoredWeights | None = None, ends_of: NativeWeights | None = None
     ) -> None:
-        c, quant = decoder.own, decoder.quant
+        c, quant = decoder.local, decoder.quant
         self.dtype = decoder.dtype
         why = unsupported(c, decoder.dtype, decoder.device)
         if quant and decoder.dtype != torch.bfloat16:
@@ -66,7 +66,7 @@ class Stack:
             raise CapabilityError("native=True", why, "use native=False")
         self._rope = RopeTables(c.rotations, torch.float32, decoder.device)
         self._quant = quant
-        self.weights = NativeWeights(decoder, stored or {}, lender)
+        self.weights = NativeWeights(decoder, stored or {}, ends_of)
         self.head = self.weights.head
         self._model = abi.CModel(
             d_model=c.d_model,
@@ -107,7 +107,7 @@ class Stack:
 
     @property
     def norm_at(self) -> tuple[int | None, float]:
-        """Where the weights of the final norm lie, float32 (None: there is none), and its eps."""
+        """Return where the weights of the final norm lie, float32 (None: there is none), and its eps."""
         return self._model.norm, self._model.eps
 
     def cut(self, hot: Tensor) -> None:
@@ -119,9 +119,9 @@ class Stack:
         """Return the model for calls that read its final norm and head alone: the whole head, or a copy that is cut."""
         if hot is None:
             return self._model
-        made = abi.CModel.from_buffer_copy(self._model)
-        cut_head(made, self.head, hot, self.dtype)
-        return made
+        model = abi.CModel.from_buffer_copy(self._model)
+        cut_head(model, self.head, hot, self.dtype)
+        return model
 
     @property
     def weight_bytes(self) -> float:
@@ -133,7 +133,7 @@ class Stack:
         """Return a table of `abi.CSegment`, with addresses in place of tensors.
 
         Raises:
-            ValueError: keys, masks or positions of another shape or dtype than the segment says.
+            ValueError: keys, masks or positions of another shape or dtype than the segment's.
         """
         table = (abi.CSegment * len(segments))()
         held: list[Tensor] = []
@@ -142,9 +142,9 @@ class Stack:
             block = s.num_keys - s.prefix
             row.base, row.keys = keys_of(s.keys, s.num_keys, held)
             if s.visible is not None:
-                row.visible = hold(s.visible, (s.stop - s.start, block), held, torch.bool)
+                row.visible = pointer_to(s.visible, (s.stop - s.start, block), held, torch.bool)
             if s.positions is not None:
-                row.block_positions = hold(s.positions, (block,), held)
+                row.block_positions = pointer_to(s.positions, (block,), held)
         return AttentionPlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
@@ -166,13 +166,13 @@ class Stack:
             rows=hidden.shape[0],
             hidden_in=hidden.data_ptr(),
             hidden_out=out.data_ptr(),
-            positions=hold(state.positions, hidden.shape[:1], held),
+            positions=pointer_to(state.positions, hidden.shape[:1], held),
             k_cache=ctypes.addressof(k),
             v_cache=ctypes.addressof(v),
             head_stride=stride,
             packed=packed,
-            segments=ctypes.addressof(plan.made),
-            num_segments=len(plan.made),
+            segments=ctypes.addressof(plan.prepared),
+            num_segments=len(plan.prepared),
             threads=torch.get_num_threads(),
             layers=self._num_layers,
         )
@@ -180,7 +180,7 @@ class Stack:
         if isinstance(slots, slice):
             run.slot_base = slots.start
         else:
-            run.slots = hold(slots, hidden.shape[:1], held)
+            run.slots = pointer_to(slots, hidden.shape[:1], held)
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
@@ -188,20 +188,20 @@ class Stack:
         self._call(run, lambda: _highest(state.positions), self.library.pl_run_layers, start, stop)
         return out
 
-    def _call(self, run: abi.CPass, highest: Callable[[], int], function: Any, *given: Any) -> None:
+    def _call(self, run: abi.CPass, highest: Callable[[], int], function: Any, *arguments: Any) -> None:
         """Compiled code for a pass, and once more with a longer rotation table where positions lie beyond it."""
-        refused = function(self.reference, ctypes.byref(run), *given)
+        refused = function(self.reference, ctypes.byref(run), *arguments)
         if refused == BAD_POSITION:
             run.rotation = None
             self._rotate(run, self._rope.reach(highest()))
-            refused = function(self.reference, ctypes.byref(run), *given)
+            refused = function(self.reference, ctypes.byref(run), *arguments)
         require(refused)
 
     def decide(self, whole: TokenPass, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
         """Return the choice after each of the wanted rows of a pass, from token ids on, in one call.
 
         It gives the same numbers as `run` and `logits`, without a tensor in between; ``taps`` are states that are
-        wanted beside the choices.
+        wanted next to the choices.
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
@@ -211,17 +211,17 @@ class Stack:
             ConfigError, ValueError: as `run`.
         """
         held = list[Any]()
-        given = whole.packed(self._model.vocab, held)
-        self.choose(self.library.pl_choose, whole, cache, max(whole.positions), given.buffer_info()[0], taps=taps)
-        return given[-len(whole.wanted) :].tolist() if whole.wanted else []
+        words = whole.packed(self._model.vocab, held)
+        self.choose(self.library.pl_choose, whole, cache, max(whole.positions), words.buffer_info()[0], taps=taps)
+        return words[-len(whole.choice_rows) :].tolist() if whole.choice_rows else []
 
     def choose(
-        self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None
+        self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *arguments: Any, taps: NativeTaps | None
     ) -> None:
         """Run a pass from token ids on.
 
         Args:
-            call: an entry point of the library, with its arguments ``given``.
+            call: an entry point of the library, with its arguments ``arguments``.
             highest: the last position of the pass.
         """
         run, held = self._pass(cache), list[Any]()
@@ -231,7 +231,7 @@ class Stack:
         if whole.adapters:
             ranges = self._ranges(whole.adapters, len(whole.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        self._call(run, lambda: highest, call, self.embedding_at, *given, at)
+        self._call(run, lambda: highest, call, self.embedding_at, *arguments, at)
         if taps is not None and table is not None:
             taps.ms = table.ms
 
@@ -240,49 +240,49 @@ class Stack:
         last = self._last
         if last is None or last[0]() is not cache:
             last = self._last = ref(cache), self._new_pass(cache)
-        found = last[1]
+        entry = last[1]
         rotation = self._rope.joined()
-        if found.rotation is not rotation:  # if an interrupt ends this, the next call does it again
-            found.rotation = None
-            self._rotate(found, rotation)
-            found.rotation = rotation
-        found.threads = torch.get_num_threads()
-        return found
+        if entry.rotation is not rotation:  # if an interrupt ends this, the next call does it again
+            entry.rotation = None
+            self._rotate(entry, rotation)
+            entry.rotation = rotation
+        entry.threads = torch.get_num_threads()
+        return entry
 
     def _new_pass(self, cache: KVCache) -> abi.CPass:
         k, v, stride, packed = self._addresses(cache)
         caches = {"k_cache": ctypes.addressof(k), "v_cache": ctypes.addressof(v)}
-        made = abi.CPass(**caches, head_stride=stride, packed=packed, layers=self._num_layers)
-        made.rotation = None
-        return made
+        entry = abi.CPass(**caches, head_stride=stride, packed=packed, layers=self._num_layers)
+        entry.rotation = None
+        return entry
 
     def states(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, d_model] in one piece."""
         if hidden.dim() != 2 or hidden.shape[1] != self._model.d_model or hidden.dtype != self.dtype:
-            wanted = f"[rows, {self._model.d_model}] of {self.dtype}"
-            raise ValueError(f"hidden states {list(hidden.shape)} of {hidden.dtype}, not {wanted}")
+            expected = f"[rows, {self._model.d_model}] of {self.dtype}"
+            raise ValueError(f"hidden states {list(hidden.shape)} of {hidden.dtype}, not {expected}")
         return hidden.contiguous()
 
     def adapters(self, adapter: LowRank) -> NativeAdapters:
-        """One set of adapters in the form that the compiled layers use, made once, whoever asks."""
-        found = self._adapters.get(adapter)
-        if found is None:
+        """One set of adapters in the form that the compiled layers use, made once for all callers."""
+        packed = self._adapters.get(adapter)
+        if packed is None:
             with self._packing:  # a second one would replace the first while another thread's pass reads that
-                found = self._adapters.get(adapter)
-                if found is None:
-                    found = self._adapters[adapter] = NativeAdapters(adapter, self.weights.linears)
-        return found
+                packed = self._adapters.get(adapter)
+                if packed is None:
+                    packed = self._adapters[adapter] = NativeAdapters(adapter, self.weights.linears)
+        return packed
 
     def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:
         """Return the ranges that hold a row, as the compiled layers read them."""
         table = (abi.CAdapterRange * len(ranges))()
         end = 0
-        for made, r in zip(table, ranges, strict=True):
+        for entry, r in zip(table, ranges, strict=True):
             if not end <= r.start < r.stop <= rows:
                 raise ValueError(f"adapters for rows {r.start} to {r.stop} of {rows}, behind others up to row {end}")
             packed, end = self.adapters(r.adapter), r.stop
-            made.start, made.stop, made.rank = r.start, r.stop, packed.rank
-            made.adapter = ctypes.addressof(packed.table)
+            entry.start, entry.stop, entry.rank = r.start, r.stop, packed.rank
+            entry.adapter = ctypes.addressof(packed.table)
         return table
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -333,13 +333,13 @@ class Stack:
 
     def _addresses(self, cache: KVCache) -> tuple[Any, Any, int, bool]:
         """Pointers to every layer's K and V, elements between two heads, and whether rows are packed."""
-        found = self._caches.get(cache)
-        if found is None:
+        addresses = self._caches.get(cache)
+        if addresses is None:
             self._check_cache(cache)
             pointers = [(ctypes.c_void_p * len(part))(*(t.data_ptr() for t in part)) for part in (cache.k, cache.v)]
-            found = pointers[0], pointers[1], cache.k[0].stride(0), cache.k[0].dtype == torch.int8
-            self._caches[cache] = found
-        return found
+            addresses = pointers[0], pointers[1], cache.k[0].stride(0), cache.k[0].dtype == torch.int8
+            self._caches[cache] = addresses
+        return addresses
 
     def _check_cache(self, cache: KVCache) -> None:
         """Refuse what would be read or written beyond its end: compiled code knows a cache by its strides."""
@@ -352,8 +352,8 @@ class Stack:
             raise ValueError(f"a cache of {len(cache.k)} and {len(cache.v)} layers for {self._num_layers}")
         for layer in (*cache.k, *cache.v):
             if layer.dtype != dtype or layer.shape != shape or layer.stride() != strides:
-                found = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
-                raise ValueError(f"a cache of {found} under a model of {dtype} {list(shape)}")
+                description = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
+                raise ValueError(f"a cache of {description} under a model of {dtype} {list(shape)}")
 
 
 def _highest(positions: Tensor) -> int:

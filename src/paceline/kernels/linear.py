@@ -157,8 +157,8 @@ class NativeLinear(LinearOp):
             raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
         rows = x.contiguous()
         y = torch.empty(rows.shape[0], self.struct.n)
-        given = ctypes.byref(self.struct), rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()
-        require(library.pl_linear(*given))
+        arguments = ctypes.byref(self.struct), rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()
+        require(library.pl_linear(*arguments))
         return y
 
 
@@ -187,12 +187,12 @@ class NativeAdapters:
             if layer >= layers:
                 raise ConfigError(what, f"the model has {layers} layers", "use its own adapters")
             at = layer * len(LINEARS) + LINEARS.index(linear)
-            base, made = bases[at], self.table[at]
+            base, entry = bases[at], self.table[at]
             n, k = base.shape
             if down.shape != (self.rank, k) or up.shape != (n, self.rank):
                 shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
-                wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
-                raise ConfigError(what, f"down and up are {shapes}, not {wanted}", "use adapters made for this model")
+                expected = f"({self.rank}, {k}) and ({n}, {self.rank})"
+                raise ConfigError(what, f"down and up are {shapes}, not {expected}", "use adapters made for this model")
             if down.isnan().any() or up.isnan().any():
                 raise not_loaded(what)
             wide = base.widened_outputs(up.detach().float() * adapter.scale)  # [out, rank]
@@ -201,7 +201,7 @@ class NativeAdapters:
             for name, weight in (("down", base.widened_inputs(down.detach())), ("up", wide)):
                 packed = NativeLinear(weight.to("cpu", base.dtype), None, arena=self._arena)
                 self._held.append(packed)
-                setattr(made, name, packed.struct)
+                setattr(entry, name, packed.struct)
 
 
 def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -227,7 +227,7 @@ def require(refused: int) -> None:
     """Raise what compiled code refused.
 
     Raises:
-        ValueError: what was wrong.
+        ValueError: the fault.
     """
     if refused == LOST:
         raise RankLost("another rank is gone")
@@ -242,9 +242,9 @@ def _sources(parts: Sequence[StoredRows]) -> str:
 
 def _library() -> Any:
     """Return the kernels, without which there are no packed weights."""
-    found = kernels.library()
-    assert found is not None
-    return found
+    library = kernels.library()
+    assert library is not None
+    return library
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -15,17 +15,17 @@ class NgramTexts:
 
     Args:
         shortest, longest: tokens of an n-gram.
-        most: tokens beyond which the length of a match is not told apart.
+        most: tokens beyond which the length of a match is not distinguished.
 
     Raises:
         RuntimeError: nothing is compiled here (`kernels.library` is None), or these are not lengths.
     """
 
     def __init__(self, shortest: int, longest: int, most: int) -> None:
-        found = library()
-        if found is None or not 1 <= shortest <= longest:
+        compiled = library()
+        if compiled is None or not 1 <= shortest <= longest:
             raise RuntimeError(f"n-grams of {shortest} to {longest} tokens in compiled code")
-        self._library, self._lengths, self._most = found, (shortest, longest), most
+        self._library, self._lengths, self._most = compiled, (shortest, longest), most
         self._texts: dict[int, _Text] = {}
 
     def draft(self, texts: Sequence[tuple[int, list[int], int]]) -> list[tuple[int, list[int]]]:
@@ -44,21 +44,21 @@ class NgramTexts:
         for key, tokens, depth in texts:
             text = self._texts.get(key)
             if text is None:
-                made = self._library.pl_ngrams_new(*self._lengths)
-                text = self._texts[key] = _Text(made, self._library.pl_ngrams_free)
-            known, text.known = text.known, len(tokens)
-            numbers += (text.handle, text.known - known, depth)
-            fresh += tokens[known:]
+                handle = self._library.pl_ngrams_new(*self._lengths)
+                text = self._texts[key] = _Text(handle, self._library.pl_ngrams_free)
+            before, text.known = text.known, len(tokens)
+            numbers += (text.handle, text.known - before, depth)
+            fresh += tokens[before:]
             total += 1 + depth
-        given, out = array("q", numbers + fresh), array("q", bytes(8 * max(1, total)))
-        if self._library.pl_ngrams(given.buffer_info()[0], out.buffer_info()[0]):
+        packed, out = array("q", numbers + fresh), array("q", bytes(8 * max(1, total)))
+        if self._library.pl_ngrams(packed.buffer_info()[0], out.buffer_info()[0]):
             raise ValueError("look-ups of no token")
-        found, at, said = [], 0, out.tolist()
+        drafts, at, results = [], 0, out.tolist()
         for _, _, depth in texts:
             end = at + 1 + depth
-            found.append((said[at], said[at + 1 : end]) if said[at] else (0, []))
+            drafts.append((results[at], results[at + 1 : end]) if results[at] else (0, []))
             at = end
-        return found
+        return drafts
 
     def drop(self, key: int) -> None:
         """Forget a text."""
@@ -84,7 +84,7 @@ class SuffixTexts:
     What it drafts is what `draft.suffix` does the long way, chains alone.
 
     Args:
-        shortest, longest: tokens of a run that counts, and that is told apart.
+        shortest, longest: tokens of a run that counts, and that is distinguished.
         reach: tokens drafted at most for each matched one.
         least: chance of a path below which it ends.
         remembered: of ended texts, tokens that are kept, in two generations: when the younger has half, the older goes.
@@ -94,10 +94,10 @@ class SuffixTexts:
     """
 
     def __init__(self, shortest: int, longest: int, reach: float, least: float, remembered: int) -> None:
-        found = library()
-        if found is None or not 1 <= shortest <= longest:
+        compiled = library()
+        if compiled is None or not 1 <= shortest <= longest:
             raise RuntimeError(f"runs of {shortest} to {longest} tokens in compiled code")
-        self._library, self._shortest, self._longest = found, shortest, longest
+        self._library, self._shortest, self._longest = compiled, shortest, longest
         self._limits, self._half = array("d", (reach, least)), remembered // 2
         self._texts: dict[int, _Text] = {}
         self._ended: deque[tuple[int, _Text]] = deque(maxlen=2)  # numbered, younger first
@@ -127,26 +127,24 @@ class SuffixTexts:
         for key, tokens, nodes, depth in texts:
             text = self._texts.get(key)
             if text is None:
-                made = self._library.pl_suffix_text_new(self._longest)
-                text = self._texts[key] = _Text(made, self._library.pl_suffix_text_free)
-            known, text.known = text.known, len(tokens)
-            numbers += (text.handle, text.known - known, nodes, depth)
-            fresh += tokens[known:]
+                out = self._library.pl_suffix_text_new(self._longest)
+                text = self._texts[key] = _Text(out, self._library.pl_suffix_text_free)
+            first, text.known = text.known, len(tokens)
+            numbers += (text.handle, text.known - first, nodes, depth)
+            fresh += tokens[first:]
             places.append(total)
             total += max(0, min(nodes, depth))
-        given, scores = array("q", numbers + fresh), array("d", bytes(8 * max(1, total)))
-        made = array("q", bytes(8 * (total + 2 * len(texts))))
+        packed, scores = array("q", numbers + fresh), array("d", bytes(8 * max(1, total)))
+        out = array("q", bytes(8 * (total + 2 * len(texts))))
         limits = self._limits.buffer_info()[0]
-        if self._library.pl_suffixes(given.buffer_info()[0], limits, made.buffer_info()[0], scores.buffer_info()[0]):
+        if self._library.pl_suffixes(packed.buffer_info()[0], limits, out.buffer_info()[0], scores.buffer_info()[0]):
             raise ValueError("look-ups of no token")
-        found = []
+        drafts = []
         for i, at in enumerate(places):
             start = at + 2 * i
-            size = made[start]
-            found.append(
-                (made[start + 1], made[start + 2 : start + 2 + size].tolist(), scores[at : at + size].tolist())
-            )
-        return found
+            size = out[start]
+            drafts.append((out[start + 1], out[start + 2 : start + 2 + size].tolist(), scores[at : at + size].tolist()))
+        return drafts
 
     def drop(self, key: int) -> None:
         """Forget a running text."""
@@ -161,9 +159,9 @@ class SuffixTexts:
         if not self._ended or self._ended[0][1].known + len(tokens) > self._half:
             runs = _Text(library.pl_suffixes_new(self._longest), library.pl_suffixes_free)
             self._ended.appendleft((next(self._numbers), runs))
-        runs, given = self._ended[0][1], array("q", tokens)
-        library.pl_suffixes_add(runs.handle, given.buffer_info()[0], len(given))
-        runs.known += len(given)
+        runs, packed = self._ended[0][1], array("q", tokens)
+        library.pl_suffixes_add(runs.handle, packed.buffer_info()[0], len(packed))
+        runs.known += len(packed)
 
     def forget(self) -> None:
         """Forget all texts that have ended."""

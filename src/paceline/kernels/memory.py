@@ -19,7 +19,7 @@ LARGEST = 32 << 20  # bytes that are taken from the system at once, where a tens
 class Arena:
     """Tensors side by side in a few large pieces of memory, which live as long as a tensor in them.
 
-    Their pages are huge where the system grants that to who asks (Linux, transparent huge pages not "never").
+    Their pages are huge where the system grants that on request (Linux, transparent huge pages not "never").
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Arena:
         if self._used + size > len(self._piece):
             self._piece, self._used = _piece(max(size, self._next)), 0
             self._next = min(2 * self._next, LARGEST)
-        own = self._piece[self._used : self._used + size]
-        own[::PAGE] = 0  # one thread has the pages made: two that write to new pages at once take three times as long
+        piece = self._piece[self._used : self._used + size]
+        piece[::PAGE] = 0  # one thread has the pages made: two that write to new pages at once take three times as long
         self._used += -(-size // 64) * 64
-        return own.view(dtype)
+        return piece.view(dtype)
 
 
 def give_back() -> None:

@@ -85,7 +85,7 @@ class BlockAllocator:
         That is the run's start if no block precedes it; else so far back that the preceding sequence can still grow: by
         what this one does not need, or by half.
         """
-        run = max(re.finditer(b"\x01+", self._empty), key=lambda found: found.end() - found.start())
+        run = max(re.finditer(b"\x01+", self._empty), key=lambda match: match.end() - match.start())
         start, stop = run.span()
         if start == 0 or not self._refs[start - 1]:
             return start

@@ -9,7 +9,7 @@
 
 `reserve` opens the region for a pass. `commit` keeps some of its rows (a longer committed length for a chain, a
 compaction for a tree) and drops the others; `settle` lets rows stay while fewer are committed, for subtrees that were
-computed ahead. With several passes in flight, `enter` says that a pass has begun: rows reserved then follow it.
+computed ahead. With several passes in flight, `enter` marks the begin of a pass: rows reserved then follow it.
 
 Rows are moved by `settle` and `commit` alone. A store in another process learns of that in the order of the passes, so
 that a pass that was sent before a move has written its rows before they are moved; until then pruned rows are dropped
@@ -128,11 +128,11 @@ class Ledger:
         The cost is these rows, and the free blocks that are used up then; nothing is changed.
         """
         root = self.content_root(identity)
-        found = [block for block, _ in self._lookup(tokens, root, shareable, reuse)]
-        prefix = len(found) * self.block_size
+        cached = [block for block, _ in self._lookup(tokens, root, shareable, reuse)]
+        prefix = len(cached) * self.block_size
         rows = min(len(tokens) - prefix, most)
-        fresh = -(-(prefix + rows) // self.block_size) - len(found)
-        adopted = len(found) if self._copies(found) else sum(self.allocator.is_free(block) for block in found)
+        fresh = -(-(prefix + rows) // self.block_size) - len(cached)
+        adopted = len(cached) if self._copies(cached) else sum(self.allocator.is_free(block) for block in cached)
         return rows, fresh + adopted
 
     def _copies(self, prefix: Sequence[int]) -> bool:
@@ -148,25 +148,25 @@ class Ledger:
 
     def _lookup(self, tokens: Sequence[int], root: int, *limits: int | None) -> list[tuple[int, int]]:
         """Return (block, content id) of each published block at the front of ``tokens``, within all limits."""
-        found: list[tuple[int, int]] = []
+        hits: list[tuple[int, int]] = []
         content = root
         most = min([len(tokens) - 1, *[limit for limit in limits if limit is not None]])
         for start in range(0, most - self.block_size + 1, self.block_size):
             hit = self.allocator.find(content, tokens[start : start + self.block_size])
             if hit is None:
                 break
-            found.append(hit)
+            hits.append(hit)
             content = hit[1]
-        return found
+        return hits
 
-    def commit(self, kept: Sequence[tuple[SequenceCache, Sequence[int]]]) -> None:
+    def commit(self, accepted: Sequence[tuple[SequenceCache, Sequence[int]]]) -> None:
         """Keep rows of several sequences' speculative regions and drop the others.
 
         For each sequence: the rows to keep, ascending, counted from its committed length.
         """
-        self.settle([(sequence, rows, len(rows)) for sequence, rows in kept])
+        self.settle([(sequence, rows, len(rows)) for sequence, rows in accepted])
 
-    def settle(self, kept: Sequence[tuple[SequenceCache, Sequence[int], int]]) -> None:
+    def settle(self, accepted: Sequence[tuple[SequenceCache, Sequence[int], int]]) -> None:
         """Keep rows of several sequences' speculative regions, of which the first are committed; drop the others.
 
         For each sequence: the rows to keep, ascending, counted from its committed length, and how many of them are part
@@ -175,7 +175,7 @@ class Ledger:
         """
         sources: list[int] = []
         targets: list[int] = []
-        for sequence, rows, commit in kept:
+        for sequence, rows, commit in accepted:
             if commit < len(rows) or (rows and rows[-1] != commit - 1):  # else the first ones stay where they are
                 sequence.moves(rows, sources, targets)
             sequence.advance(commit)
@@ -248,10 +248,10 @@ class SequenceCache:
     def _adopt(self, tokens: Sequence[int], most: int | None) -> None:
         """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays."""
         pool, allocator = self.pool, self.pool.allocator
-        found = pool._lookup(tokens, self._content, self.shareable, most)
-        if not found:
+        hits = pool._lookup(tokens, self._content, self.shareable, most)
+        if not hits:
             return
-        blocks = [block for block, _ in found]
+        blocks = [block for block, _ in hits]
         copies = pool._copies(blocks)
         for block in blocks:
             allocator.share(block)
@@ -264,7 +264,7 @@ class SequenceCache:
         else:
             for block in blocks:
                 self._append(block)
-        self._content = found[-1][1]
+        self._content = hits[-1][1]
         self._published = len(self.blocks)
         self.committed = self.front = self.reused = self.capacity
 

@@ -38,8 +38,8 @@ class RingCache:
         self.size = view.sinks + self.span
         self._free = [*range(texts)][::-1]
         # One more slot a text: rows whose own K/V no row may see write there.
-        made = torch.zeros((2, layers, heads, texts * (self.size + 1), width), dtype=dtype, device=device)
-        self.k, self.v = list(made[0].unbind(0)), list(made[1].unbind(0))
+        storage = torch.zeros((2, layers, heads, texts * (self.size + 1), width), dtype=dtype, device=device)
+        self.k, self.v = list(storage[0].unbind(0)), list(storage[1].unbind(0))
         self._texts = texts
 
     def open(self) -> int:

@@ -36,9 +36,9 @@ class KVStore:
 
     def part(self, start: int, stop: int) -> KVStore:
         """Return the same K and V of the layers start .. stop - 1 alone."""
-        made: KVStore = object.__new__(KVStore)
-        made._hold(self.all_k[start:stop], self.all_v[start:stop])
-        return made
+        store: KVStore = object.__new__(KVStore)
+        store._hold(self.all_k[start:stop], self.all_v[start:stop])
+        return store
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy K and V of slots of every layer; ranges may overlap, since all are read before the first is written."""

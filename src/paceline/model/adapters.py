@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Which linear layers have an adapter, and how wide it is."""
+    """Describe which linear layers have an adapter, and how wide it is."""
 
     rank: int = 8
     alpha: float = 8.0  # the adapter's output is scaled by alpha / rank
@@ -36,8 +36,8 @@ class AdapterConfig:
         ascending = all(isinstance(x, int) for x in self.layers) and list(self.layers) == sorted({*self.layers})
         self._require("layers", ascending and min(self.layers, default=0) >= 0, "must be ascending layer indices")
         once = bool(self.linears) and len({*self.linears}) == len(self.linears)
-        known = once and set(self.linears) <= {*LINEARS}
-        self._require("linears", known, f"must be some of {', '.join(LINEARS)}, each once")
+        valid = once and set(self.linears) <= {*LINEARS}
+        self._require("linears", valid, f"must be some of {', '.join(LINEARS)}, each once")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

@@ -46,8 +46,8 @@ def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:
         try:
             folders[name] = resolve_folder(where, offline=offline)
         except ConfigError as error:
-            asked = f"application {shown(name)}: {str(where)[:300]}"
-            raise ConfigError(asked, "no such trained set", f"check the folder ({error})") from error
+            subject = f"application {shown(name)}: {str(where)[:300]}"
+            raise ConfigError(subject, "no such trained set", f"check the folder ({error})") from error
     return folders
 
 
@@ -62,10 +62,10 @@ def load_applications(
     """
     if not folders:
         return {}
-    known, load = fingerprint(target_folder), resolve_name(f"{_READER}:load")
+    target_mark, load = fingerprint(target_folder), resolve_name(f"{_READER}:load")
     for name, folder in folders.items():
         _check_name(f"application {name!r} ({folder})", name)
-    return {name: load(name, folder, decoder, target, known) for name, folder in folders.items()}
+    return {name: load(name, folder, decoder, target, target_mark) for name, folder in folders.items()}
 
 
 def rows_beside(folder: Path) -> int:
@@ -73,10 +73,10 @@ def rows_beside(folder: Path) -> int:
     return int(resolve_name(f"{_READER}:read_config")(folder).gamma)
 
 
-def _check_name(asked: str, name: str) -> None:
+def _check_name(subject: str, name: str) -> None:
     if not name or name == BASE or name != name.strip():
         raise ConfigError(
-            asked, f"{shown(name)} cannot name an application", f"choose another; {BASE!r} is the base model"
+            subject, f"{shown(name)} cannot name an application", f"choose another; {BASE!r} is the base model"
         )
 
 

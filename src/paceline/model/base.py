@@ -62,7 +62,7 @@ class ForwardState:
 
 
 class KVCache(Protocol):
-    """What a forward pass sees of a cache: one K and one V tensor a layer, [kv_heads, slots, head_dim]."""
+    """Describe what a forward pass sees of a cache: one K and one V tensor a layer, [kv_heads, slots, head_dim]."""
 
     k: list[Tensor]
     v: list[Tensor]

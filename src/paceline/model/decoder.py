@@ -45,10 +45,10 @@ class Decoder(nn.Module):
         exact: a row's bits depend on nothing but its own input: not on the number of rows in the pass,
             nor on its place among them.
         quant: how the weights of the linear layers and of the head are stored; None: as ``dtype``.
-        native: run the layers in compiled code (see `kernels.layers.Stack`); ``attention`` is then not asked.
+        native: run the layers in compiled code (see `kernels.layers.Stack`); ``attention`` is then not used.
         lender: whose embedding, final norm and head this network uses in place of own ones: a drafter's layers over
             its target's. Of the same width, vocabulary and dtype.
-        normed: beside a lender: the layers give normed states, which its head reads as they are.
+        normed: next to a lender: the layers give normed states, which its head reads as they are.
         ranks: of which this is one: parameters and cache are its share, and it computes with the others.
 
     Raises:
@@ -65,30 +65,30 @@ class Decoder(nn.Module):
         exact: bool = False,
         quant: Quant | None = None,
         native: bool = False,
-        lender: TargetHandle | None = None,
+        ends_of: TargetHandle | None = None,
         normed: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         self.config, self.ranks = config, ranks
-        self.own = here = config if ranks is None else ranks.share.own  # the part of the network that this rank holds
-        self.lender, self.normed = lender, normed
-        if lender is not None:
-            _check_lender(lender, config, dtype, native)
+        self.local = here = config if ranks is None else ranks.share.local  # this rank's part
+        self.lender, self.normed = ends_of, normed
+        if ends_of is not None:
+            _check_lender(ends_of, config, dtype, native)
         self.num_layers = config.num_layers
         self.attention = attention
         self.dtype, self.device = dtype, torch.device(device)
         self.exact, self.quant = exact, quant
-        own = lender is None
+        owns_ends = ends_of is None
         shape = (here.vocab_size, config.d_model)
         # Weights that a file has in blocks are never here as a whole: `finish` is given them.
         weights = torch.device("meta") if quant == "stored" else self.device
-        self.embedding = nan_parameter(shape, dtype, weights) if lender is None else lender.embedding
+        self.embedding = nan_parameter(shape, dtype, weights) if ends_of is None else ends_of.embedding
         self.layers = nn.ModuleList(
             Layer(here, i, dtype, self.device, exact, weights, ranks) for i in range(config.num_layers)
         )
-        self.norm = Norm(config, dtype, self.device) if own else None
-        has_head = own and not config.tied
+        self.norm = Norm(config, dtype, self.device) if owns_ends else None
+        has_head = owns_ends and not config.tied
         self.head = Dense(config.d_model, here.vocab_size, False, dtype, weights) if has_head else None
         self.windows = frozenset(config.windows)
         self._rope = RopeTables(config.rotations, dtype, self.device)
@@ -108,31 +108,31 @@ class Decoder(nn.Module):
         """Give memory to the weights that `finish` will not be given in blocks; without such there is nothing to do."""
         for name, value in [*self.named_parameters()]:
             if value.is_meta and name not in stored:
-                module, _, own = name.rpartition(".")
-                setattr(self.get_submodule(module), own, nan_parameter(tuple(value.shape), value.dtype, self.device))
+                module, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(module), leaf, nan_parameter(tuple(value.shape), value.dtype, self.device))
 
     def assert_loaded(self) -> None:
         """Raise ConfigError where a parameter still holds NaN."""
-        left = [name for name, value in self.named_parameters() if not value.is_meta and value.isnan().any()]
-        if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        unloaded = [name for name, value in self.named_parameters() if not value.is_meta and value.isnan().any()]
+        if unloaded:
+            more = f" and {len(unloaded) - 3} more" if len(unloaded) > 3 else ""
             raise ConfigError(
                 "the model's weights",
-                f"{', '.join(left[:3])}{more} hold NaN: not loaded, or broken in the checkpoint",
+                f"{', '.join(unloaded[:3])}{more} hold NaN: not loaded, or broken in the checkpoint",
                 "restore the checkpoint",
             )
 
     def finish(self, stored: StoredWeights | None = None) -> Decoder:
         """Check that everything is loaded and turn the weights into their fastest form, one at a time.
 
-        Packed and int8 weights replace the plain ones. A tied head is packed beside the embedding table, which the
+        Packed and int8 weights replace the plain ones. A tied head is packed next to the embedding table, which the
         look-up needs as it is: vocab_size * d_model elements are then held twice, but where it is in blocks: ``stored``
         has such weights by the parameter's name.
         """
         self.assert_loaded()
         if self._native:
-            lender = None if self.lender is None or self.lender.stack is None else self.lender.stack.weights
-            self.stack = Stack(self, stored, lender)
+            ends_of = None if self.lender is None or self.lender.stack is None else self.lender.stack.weights
+            self.stack = Stack(self, stored, ends_of)
             self._head = self.stack.head
             self.head = None
             return self
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
     @property
     def pass_bytes(self) -> int:
         """Bytes of weights that one forward pass reads: the linear layers and the head."""
-        c = self.own
+        c = self.local
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(c).values())
         return round(self.weight_bytes * (c.num_layers * layer + c.vocab_size * c.d_model))
 
@@ -192,15 +192,15 @@ class Decoder(nn.Module):
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """Layers, K/V heads and a head's width of the cache that it reads and writes."""
-        return cache_shape(self.own, self._native)
+        return cache_shape(self.local, self._native)
 
     @property
     def head_product(self) -> LinearOp:
-        """The product of the output head, own or lent."""
-        found = self._head if self.lender is None else self.lender.head
-        if found is None:
+        """The product of the output head, own or shared."""
+        product = self._head if self.lender is None else self.lender.head
+        if product is None:
             raise RuntimeError("the decoder was not finished: call finish() once its weights are loaded")
-        return found
+        return product
 
     def handle(self) -> TargetHandle:
         """Embedding, final norm and head, for those that borrow them.
@@ -224,20 +224,20 @@ class Decoder(nn.Module):
         return self.attention.plan(segments, positions, self.windows)
 
     def whole_run(
-        self, batch: Batch, cache: KVCache, read: int, wanted: Sequence[int], adapters: Sequence[AdapterRange] = ()
+        self, batch: Batch, cache: KVCache, read: int, choice_rows: Sequence[int], adapters: Sequence[AdapterRange] = ()
     ) -> AbstractContextManager[None]:
-        """Return what a pass over all layers is inside of, so that other ranks hear of it at once.
+        """Return what a pass over all layers is inside of, so that other ranks learn of it at once.
 
-        The pass goes from `embed` to `best` or ``read`` of the rows ``wanted``.
+        The pass goes from `embed` to `best` or ``read`` of the rows ``choice_rows``.
         """
         if self.ranks is None:
             return nullcontext()
 
         def run() -> Run:
             state = ForwardState(batch.tokens, batch.positions, batch.slots, batch.attn)
-            given: dict[str, Any] = {"tokens": batch.tokens, "positions": batch.positions, "state": state}
-            rows = torch.tensor([*wanted], dtype=torch.int64)
-            return run_of(**given, layers=(0, self.num_layers), read=read, wanted=rows)
+            arguments: dict[str, Any] = {"tokens": batch.tokens, "positions": batch.positions, "state": state}
+            rows = torch.tensor([*choice_rows], dtype=torch.int64)
+            return run_of(**arguments, layers=(0, self.num_layers), read=read, choice_rows=rows)
 
         return self.ranks.together(run, cache, adapters)
 
@@ -265,11 +265,11 @@ class Decoder(nn.Module):
         """
         if self.ranks is None or start == stop:
             return self._run_own(state, start, stop, cache, taps)
-        given: dict[str, Any] = {"hidden": state.hidden, "positions": state.positions, "state": state}
-        with self.ranks.together(lambda: run_of(**given, layers=(start, stop)), cache, state.adapters):
+        arguments: dict[str, Any] = {"hidden": state.hidden, "positions": state.positions, "state": state}
+        with self.ranks.together(lambda: run_of(**arguments, layers=(start, stop)), cache, state.adapters):
             exact = None if self.stack is not None else self.exact
-            own = replace(state, adapters=self.ranks.adapters(state.adapters, exact))
-            state.hidden = self._run_own(own, start, stop, cache, taps).hidden
+            rank_state = replace(state, adapters=self.ranks.adapters(state.adapters, exact))
+            state.hidden = self._run_own(rank_state, start, stop, cache, taps).hidden
         return state
 
     def _run_own(self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None) -> ForwardState:
@@ -313,12 +313,12 @@ class Decoder(nn.Module):
         return logits if self._hot is None else masked(logits, self._hot)
 
     def best(self, hidden: Tensor) -> Tensor:
-        """[rows] int64: the first of the likeliest tokens behind any hidden states [rows, d_model]."""
+        """[rows] int64: the first of the likeliest tokens after any hidden states [rows, d_model]."""
         if self.ranks is None:
             return likeliest(self.read(hidden))
         with self._reading(self.ranks, hidden, BEST):
-            own = self._read_own(hidden)
-            return self.ranks.best(own, likeliest(own))
+            part = self._read_own(hidden)
+            return self.ranks.best(part, likeliest(part))
 
     @staticmethod
     def _reading(ranks: Ranks, hidden: Tensor, read: int) -> AbstractContextManager[None]:
@@ -336,7 +336,7 @@ class Decoder(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _rotations(self, state: ForwardState) -> list[tuple[Tensor, Tensor] | None]:
-        """Of each table cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""
+        """Return, for each table, cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""
         if self not in state.rope:
             state.rope[self] = self._rope.rows(state.positions)
         return state.rope[self]
@@ -356,7 +356,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What a drafter may know about the target before the first forward pass."""
+    """Describe what a drafter may know about the target before the first forward pass."""
 
     name: str
     num_layers: int
@@ -379,17 +379,17 @@ class TargetInfo:
         Without a decoder (the target is in another process) ``handle`` and ``decoder`` are None.
         """
         shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
-        known: dict[str, Any] = {field: getattr(config, field) for field in shared}
-        known |= {"handle": None if decoder is None else decoder.handle(), "decoder": decoder}
-        return TargetInfo(name=name, dtype=dtype, tokenizer=tokenizer, **known)
+        fields_given: dict[str, Any] = {field: getattr(config, field) for field in shared}
+        fields_given |= {"handle": None if decoder is None else decoder.handle(), "decoder": decoder}
+        return TargetInfo(name=name, dtype=dtype, tokenizer=tokenizer, **fields_given)
 
 
-def _check_lender(lender: TargetHandle, config: DecoderConfig, dtype: torch.dtype, native: bool) -> None:
+def _check_lender(ends_of: TargetHandle, config: DecoderConfig, dtype: torch.dtype, native: bool) -> None:
     """Refuse to borrow from a network of another shape or kind."""
-    shape = tuple(lender.embedding.shape)
-    asked = f"layers of width {config.d_model} in {dtype} over the embedding and head of a target"
-    if shape != (config.vocab_size, config.d_model) or lender.dtype != dtype:
-        wrong = f"its embedding is {list(shape)} in {lender.dtype}, not {[config.vocab_size, config.d_model]}"
-        raise CapabilityError(asked, wrong, "use layers that were trained for this target")
-    if native and lender.stack is None:
-        raise CapabilityError(f"compiled {asked}", "the target runs on torch's kernels", "use native=False")
+    shape = tuple(ends_of.embedding.shape)
+    subject = f"layers of width {config.d_model} in {dtype} over the embedding and head of a target"
+    if shape != (config.vocab_size, config.d_model) or ends_of.dtype != dtype:
+        wrong = f"its embedding is {list(shape)} in {ends_of.dtype}, not {[config.vocab_size, config.d_model]}"
+        raise CapabilityError(subject, wrong, "use layers that were trained for this target")
+    if native and ends_of.stack is None:
+        raise CapabilityError(f"compiled {subject}", "the target runs on torch's kernels", "use native=False")

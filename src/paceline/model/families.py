@@ -60,7 +60,7 @@ class DecoderConfig:
     first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
     gathered: int = 1  # ranks whose heads and MLP's inside `out` and `down` read; each has so many times fewer outputs
     tracks: int = 1  # that the layers consist of; widths and heads are those of all tracks together; see `tracks`
-    merge: Merge = "gather"  # what tracks give each other between two segments
+    merge: Merge = "gather"  # the exchange of tracks between two segments
 
     @property
     def scale(self) -> float:
@@ -77,8 +77,8 @@ class DecoderConfig:
 
         Without ``ends`` states go in and come out, and embedding, final norm and head are not there.
         """
-        kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
-        return kept if ends else replace(kept, vocab_size=1, tied=True)
+        part = replace(self, num_layers=stop - start, windows=self.windows[start:stop], ropes=self.ropes[start:stop])
+        return part if ends else replace(part, vocab_size=1, tied=True)
 
     @property
     def track(self) -> DecoderConfig:
@@ -87,7 +87,7 @@ class DecoderConfig:
         return replace(self.part(0, self.num_layers, ends=False), family="llama", tracks=1, **widths)
 
 
-_SHARED = ("d_model", "d_ff", "num_heads", "num_kv_heads")  # what tracks divide among them
+_SHARED = ("d_model", "d_ff", "num_heads", "num_kv_heads")  # divided among tracks
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -123,11 +123,11 @@ def decoder_config(config: Json) -> DecoderConfig:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
-    made = _READ[kind](Fields(config))
+    read = _READ[kind](Fields(config))
     if not config.get("quantization_config"):
-        return made
+        return read
     quantised = read_group_quant(Fields(config).mapping("quantization_config"))
-    return replace(made, quantised=quantised, checkpoint_dtype="stored")
+    return replace(read, quantised=quantised, checkpoint_dtype="stored")
 
 
 _EXPERTS = "a mixture of experts: a pass over eight rows reads many times the experts that one row needs"
@@ -174,23 +174,23 @@ def _biased(f: Fields) -> dict[str, Any]:
 
 def _tracks(f: Fields) -> DecoderConfig:
     """Return a draft of tracks, as `paceline train tracks` writes one."""
-    made = _rotary_family(f, tied=True)
+    config = _rotary_family(f, tied=True)
     tracks, merge = f.integer("num_tracks"), f.text("merge") or ""
-    uneven = [name for name in _SHARED if getattr(made, name) % tracks]
+    uneven = [name for name in _SHARED if getattr(config, name) % tracks]
     if tracks < 2 or uneven:
         wrong = "there must be two or more, which divide hidden_size, intermediate_size and heads"
         raise bad("num_tracks", tracks, wrong)
-    if made.num_layers % SEGMENTS:
-        raise bad("num_hidden_layers", made.num_layers, f"it must be divided by {SEGMENTS} segments")
+    if config.num_layers % SEGMENTS:
+        raise bad("num_hidden_layers", config.num_layers, f"it must be divided by {SEGMENTS} segments")
     if merge not in get_args(Merge):
         raise bad("merge", merge, f"it must be one of: {', '.join(get_args(Merge))}")
-    if not made.tied:
+    if not config.tied:
         raise CapabilityError("tie_word_embeddings = false", "a draft of tracks has one table", "train it so")
-    return replace(made, tracks=tracks, merge=cast("Merge", merge))
+    return replace(config, tracks=tracks, merge=cast("Merge", merge))
 
 
 def _one_window(usual: int | None, f: Fields) -> DecoderConfig:
-    """Mistral and Phi-3: all layers see as far as each other, ``usual`` where the file does not say."""
+    """Mistral and Phi-3: all layers see equally far, ``usual`` where the file has no entry."""
     return _rotary_family(f, windows=(f.optional_integer("sliding_window", usual),) * f.layers())
 
 
@@ -208,11 +208,11 @@ def _smollm3(f: Fields) -> DecoderConfig:
     if not isinstance(rotated, list) or len(rotated) < layers or any(r not in (0, 1) for r in rotated):
         raise bad("no_rope_layers", rotated, f"it must list 0 or 1 for each of {layers} layers")
     kinds = ["full_attention" if r else "sliding_attention" for r in rotated[:layers]]
-    own: dict[str, Any] = {"mlp_bias": f.flag("mlp_bias", False), "windows": _layered_windows(f, kinds)}
-    made = _rotary_family(f, theta=2_000_000.0, tied=True, **_biased(f), **own)
+    options: dict[str, Any] = {"mlp_bias": f.flag("mlp_bias", False), "windows": _layered_windows(f, kinds)}
+    config = _rotary_family(f, theta=2_000_000.0, tied=True, **_biased(f), **options)
     if all(rotated[:layers]):
-        return made
-    return replace(made, ropes=tuple(made.rope if r else None for r in rotated[:layers]))
+        return config
+    return replace(config, ropes=tuple(config.rope if r else None for r in rotated[:layers]))
 
 
 def _gemma3(f: Fields) -> DecoderConfig:
@@ -334,7 +334,10 @@ def _activation(f: Fields, name: str, default: str) -> Activation:
 
 
 def _layered_windows(f: Fields, usual: list[str] | None = None) -> tuple[int | None, ...]:
-    """Which layers slide is listed, or as ``usual``; None is Qwen's rule: those from ``max_window_layers`` on."""
+    """Return the layers that slide: listed, or as ``usual``.
+
+    None is Qwen's rule: those from ``max_window_layers`` on.
+    """
     window = f.optional_integer("sliding_window", 4096) if f.flag("use_sliding_window", False) else None
     if usual is None:
         first = f.integer("max_window_layers", 28, minimum=0)

@@ -1,4 +1,4 @@
-"""What drafters that work on the target's states may use of it: embedding, final norm and head, lent and not copied."""
+"""Parts of the target that drafters of its states share: embedding, final norm and head, without a copy."""
 
 from __future__ import annotations
 

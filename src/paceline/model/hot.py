@@ -2,7 +2,7 @@
 
 A text is made of few of the tokens that there are, and a draft's head is read once a drafted token: over the likeliest
 quarter of the vocabulary it takes a quarter of the time. Tokens that are not hot are never drafted; the target still
-says them. Sources: Lyanna, section 6.1; FR-Spec (Zhao et al. 2025), section 3, which found it for EAGLE's head.
+predicts them. Sources: Lyanna, section 6.1; FR-Spec (Zhao et al. 2025), section 3, which found it for EAGLE's head.
 
 A drafter's folder names its hot tokens in ``hot.json``: ``{"tokens": [ids]}``.
 """
@@ -30,7 +30,7 @@ _REMEDY = "restore the file, or remove it: all tokens are drafted then"
 
 
 def hot_share() -> float:
-    """Return the field of a recipe's options that says how much of the vocabulary is hot."""
+    """Return the field of a recipe's options that states how much of the vocabulary is hot."""
     share: float = option(
         0.0, help="share of the vocabulary, most frequent first, that is drafted; 0: all of it", minimum=0, below=1
     )
@@ -45,8 +45,8 @@ def load_hot(folder: Path | None, vocab: int) -> Tensor | None:
     """
     if folder is None or not is_file(folder / FILE):
         return None
-    found = read_json(folder / FILE, _REMEDY)
-    ids = found.get("tokens") if isinstance(found, dict) else None
+    content = read_json(folder / FILE, _REMEDY)
+    ids = content.get("tokens") if isinstance(content, dict) else None
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab for i in ids):
         raise ConfigError(str(folder / FILE), f"tokens is no list of ids from 0 to {vocab - 1}", _REMEDY)
     hot = torch.tensor(ids).unique()
@@ -93,15 +93,15 @@ def cut_head(
 ) -> NativeLinear:
     """Return the head of a compiled model over hot ``tokens`` [H] int64, ascending, alone, which becomes the model's.
 
-    Next to bf16 states its weights are bytes, or what is asked. ``head`` is the whole one.
+    Next to bf16 states its weights are bytes, or as requested. ``head`` is the whole one.
     """
     rows = hot_rows(head, tokens, model.d_model, dtype).to(dtype)
     bits = "int8" if quant is None or quant == "stored" else quant
-    made = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
+    linear = NativeLinear(rows, None, bits if dtype == torch.bfloat16 else None)
     named = F.pad(tokens, (0, -len(tokens) % 16))
-    model.head, model.vocab, model.of_output = made.struct, len(tokens), named.data_ptr()
-    model.held = made, named
-    return made
+    model.head, model.vocab, model.of_output = linear.struct, len(tokens), named.data_ptr()
+    model.held = linear, named
+    return linear
 
 
 def masked(logits: Tensor, hot: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ class RankMemory:
     """
 
     def __init__(self, count: int) -> None:
-        asked = f"tensor_parallel={count}"
+        subject = f"tensor_parallel={count}"
         if not sys.platform.startswith("linux"):
-            raise CapabilityError(asked, f"ranks share memory as Linux has it, which {sys.platform} has not", "use 1")
-        require_compiled(asked)
+            raise CapabilityError(subject, f"ranks share memory as Linux has it, which {sys.platform} has not", "use 1")
+        require_compiled(subject)
         self.count = count
         self._fd = os.memfd_create("paceline-ranks", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size_of(count))
@@ -42,23 +42,23 @@ class RankMemory:
         """Return the file that another rank opens, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def joins(self) -> Joins:
+    def joins(self) -> Collectives:
         """Rank 0's end."""
-        return Joins(0, self.count, mmap.mmap(self._fd, size_of(self.count)))
+        return Collectives(0, self.count, mmap.mmap(self._fd, size_of(self.count)))
 
     def close(self) -> None:
         """Remove the file: no other rank opens it any more."""
         os.close(self._fd)
 
 
-def require_compiled(asked: str) -> None:
+def require_compiled(subject: str) -> None:
     """Check that the kernels are there: joins have no form but the compiled one.
 
     Raises:
         CapabilityError: there is none.
     """
     if library() is None:
-        raise CapabilityError(asked, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
+        raise CapabilityError(subject, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
 
 
 def buffers_at(count: int) -> int:
@@ -71,7 +71,7 @@ def size_of(count: int) -> int:
     return buffers_at(count) + 2 * count * CAPACITY
 
 
-class Joins:
+class Collectives:
     """One rank's end of the shared memory.
 
     Args:
@@ -80,9 +80,9 @@ class Joins:
     """
 
     def __init__(self, rank: int, count: int, memory: mmap.mmap) -> None:
-        found = library()
-        assert found is not None, "looked at before"
-        self.rank, self.count, self._library, self._memory = rank, count, found, memory
+        compiled = library()
+        assert compiled is not None, "looked at before"
+        self.rank, self.count, self._library, self._memory = rank, count, compiled, memory
         self._held = (ctypes.c_char * LINE).from_buffer(memory)
         self._lives: array[int] = array("q")
         self.struct = abi.CRanks(
@@ -91,7 +91,7 @@ class Joins:
         self.wait(3600.0)
 
     @staticmethod
-    def opened(path: str, rank: int, count: int) -> Joins:
+    def opened(path: str, rank: int, count: int) -> Collectives:
         """Return another rank's end of rank 0's memory; it ends with that process, which is its parent.
 
         Raises:
@@ -99,11 +99,11 @@ class Joins:
         """
         fd = os.open(path, os.O_RDWR)
         try:
-            made = Joins(rank, count, mmap.mmap(fd, size_of(count)))
+            joins = Collectives(rank, count, mmap.mmap(fd, size_of(count)))
         finally:
             os.close(fd)
-        made.watch([os.pidfd_open(os.getppid())])
-        return made
+        joins.watch([os.pidfd_open(os.getppid())])
+        return joins
 
     def watch(self, lives: Sequence[int]) -> None:
         """Watch the processes that joins need, by their file descriptors (``os.pidfd_open``), which are taken over."""

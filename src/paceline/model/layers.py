@@ -215,7 +215,7 @@ class Layer(nn.Module):
         activate = _ACTIVATIONS[self.activation]
         if not self.exact or self.activation == "relu":
             return activate(x)
-        # Rows that lie apart are ranges of their own; contiguous ones are, where a row fills its vectors.
+        # Rows that lie separately are ranges of their own; contiguous ones are, where a row fills its vectors.
         apart = not x.is_contiguous() or x.shape[1] % 64 == 0
         block = max(1, (_SERIAL_ELEMENTS - 1) // x.shape[1]) if apart else 1
         return activate(x) if x.shape[0] <= block else torch.cat([activate(part) for part in x.split(block)])

@@ -169,7 +169,7 @@ class RowBlocks(LinearOp):
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, quant: Quant | None = None) -> LinearOp:
-    """Return the fastest kind for a weight [out, in], stored as ``quant`` says.
+    """Return the fastest kind for a weight [out, in], stored by ``quant``.
 
     Args:
         exact: a row's output bits must not depend on the number of rows nor on its place among them.
@@ -220,7 +220,7 @@ def cancelling_rows(weight: Tensor, rows: int, seed: int = 0) -> Tensor:
     """Return [rows, in] inputs whose product with many rows of ``weight`` nearly vanishes.
 
     Rounding to bf16 hides most differences in the order of summation: a few in ten thousand elements show
-    them. Where the terms cancel, what is left is small next to them, and differences show in bulk.
+    them. Where the terms cancel, the rest is small next to them, and differences show in bulk.
     """
     outputs, inputs = weight.shape
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))

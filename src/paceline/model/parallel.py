@@ -34,7 +34,7 @@ from .adapters import AdapterRange, LowRank
 from .attention.base import Segment, slot_indices
 from .base import ForwardState, KVCache
 from .families import FAMILIES, DecoderConfig, linear_shapes
-from .joins import Joins
+from .joins import Collectives
 from .linear import Quant
 
 COLWISE, ROWWISE, BY_VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
@@ -45,7 +45,7 @@ Span = tuple[int, int]  # the first, and one past the last
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has of a network.
+    """Describe what one rank has of a network.
 
     Args:
         config: of the network.
@@ -63,12 +63,12 @@ class Share:
     by_outputs: bool = False
 
     def __post_init__(self) -> None:
-        c, asked = self.config, f"tensor_parallel={self.count}"
+        c, subject = self.config, f"tensor_parallel={self.count}"
         if c.family not in FAMILIES:
-            raise CapabilityError(asked, f"there is no plan for {c.family}", f"use one of: {', '.join(FAMILIES)}")
+            raise CapabilityError(subject, f"there is no plan for {c.family}", f"use one of: {', '.join(FAMILIES)}")
         if c.checkpoint_dtype == "stored":
             wrong = "its weights are stored in blocks, which are not cut at ranks"
-            raise CapabilityError(asked, wrong, "use the original checkpoint, with dtype='int8' or 'bfloat16'")
+            raise CapabilityError(subject, wrong, "use the original checkpoint, with dtype='int8' or 'bfloat16'")
         widths = {"heads": c.num_heads, "d_ff": c.d_ff} | ({"width": c.d_model} if self.by_outputs else {})
         for name, width in widths.items():
             unit = LANES if self.by_outputs and name != "heads" else 1
@@ -76,16 +76,16 @@ class Share:
                 wrong = f"{self.count} ranks do not divide {name}: {width}" + (
                     f" in pieces of {unit}" if unit > 1 else ""
                 )
-                raise ConfigError(asked, wrong, "give a number that divides it, such as 1 or 2")
+                raise ConfigError(subject, wrong, "give a number that divides it, such as 1 or 2")
         if max(c.num_kv_heads, self.count) % min(c.num_kv_heads, self.count):
             wrong = f"{self.count} ranks cannot share {c.num_kv_heads} heads of K and V evenly"
-            raise ConfigError(asked, wrong, "give a number that divides them, or a multiple of them")
+            raise ConfigError(subject, wrong, "give a number that divides them, or a multiple of them")
         if -(-c.vocab_size // self.count) * (self.count - 1) >= c.vocab_size:
-            raise ConfigError(asked, f"the vocabulary has {c.vocab_size} tokens", "give fewer ranks")
+            raise ConfigError(subject, f"the vocabulary has {c.vocab_size} tokens", "give fewer ranks")
 
     @property
     def plan(self) -> Mapping[str, str]:
-        """How each weight is divided."""
+        """Return how each weight is divided."""
         return {**PLAN, "out": COLWISE, "down": COLWISE} if self.by_outputs else PLAN
 
     @cached_property
@@ -95,7 +95,7 @@ class Share:
         return self.rank * size, min(self.config.vocab_size, (self.rank + 1) * size)
 
     @property
-    def own(self) -> DecoderConfig:
+    def local(self) -> DecoderConfig:
         """The network that its layers are."""
         c, first, last = self.config, *self.vocabulary
         return replace(
@@ -111,7 +111,7 @@ class Share:
         return self.rank * width // self.count, (self.rank + 1) * width // self.count
 
     def outputs(self, weight: str) -> list[Span]:
-        """Rows of a whole weight that are its own, one range behind the other."""
+        """Rows of a whole weight that are its own, one range after the other."""
         c, hd = self.config, self.config.head_dim
         if weight in ("embedding", "head"):
             return [self.vocabulary]
@@ -144,30 +144,30 @@ class Share:
             return [piece] if self.rank == 0 else []
         begin, rows = piece.at, piece.shape[0]
         spans = self.outputs(weight)
-        found = []
+        pieces = []
         for (first, last), at in zip(spans, accumulate((b - a for a, b in spans), initial=0), strict=False):
             low, high = max(first, begin), min(last, begin + rows)
             if low < high:
                 take = slice(low - begin, high - begin), *(() if bias else (self.inputs(weight),))
-                found.append(replace(piece, at=at + low - first, rows=high - low, take=take))
-        return found
+                pieces.append(replace(piece, at=at + low - first, rows=high - low, take=take))
+        return pieces
 
     def absent(self, name: str) -> bool:
-        """Whether a parameter is another rank's alone, and zero here."""
+        """Return whether a parameter is another rank's alone, and zero here."""
         weight, bias = weight_of(name)
         return bias and self.rank > 0 and self.plan.get(weight) == ROWWISE
 
     def adapters(self, whole: LowRank) -> LowRank:
         """Its part of adapters: of what the parts of a weight read and give."""
-        made = LowRank(whole.config, linear_shapes(self.own), dtype=next(whole.parameters()).dtype)
-        for (_, linear, down, up), (_, _, all_down, all_up) in zip(made.pairs(), whole.pairs(), strict=True):
+        part = LowRank(whole.config, linear_shapes(self.local), dtype=next(whole.parameters()).dtype)
+        for (_, linear, down, up), (_, _, all_down, all_up) in zip(part.pairs(), whole.pairs(), strict=True):
             up.data.copy_(torch.cat([all_up.data[first:last] for first, last in self.outputs(linear)]))
             down.data.copy_(all_down.data[:, self.inputs(linear)])
-        return made
+        return part
 
 
 def by_outputs(exact: bool, quant: Quant | None) -> bool:
-    """Whether ranks divide all weights by their outputs."""
+    """Return whether ranks divide all weights by their outputs."""
     return exact or quant is not None
 
 
@@ -179,7 +179,7 @@ def weight_of(parameter: str) -> tuple[str, bool]:
 
 # -- passes
 
-NOTHING, BEST, LOGITS = range(3)  # what is read of rows
+NOTHING, BEST, LOGITS = range(3)  # output of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +208,12 @@ class Run:
     read: int
     parts: list[Rows]
     embeds: bool  # whether the rows begin as tokens; else as states
-    # int64, one behind the other, and how many of each: tokens, positions and slots of the rows, keys that lie in no
-    # piece and positions of blocks, one part's behind the other, rows that are read (none: all). One tensor, since each
+    # int64, one after the other, and how many of each: tokens, positions and slots of the rows, keys that lie in no
+    # piece and positions of blocks, one part's after the other, rows that are read (none: all). One tensor, since each
     # costs a message 30 us.
     numbers: Tensor
     counts: list[int]
-    visible: Tensor  # [..] bool masks, one part's behind the other
+    visible: Tensor  # [..] bool masks, one part's after the other
     hidden: Tensor  # [rows, d_model]; empty where tokens are embedded
     # What rank 0's line adds.
     epoch: int = 0
@@ -225,7 +225,7 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Of the pass."""
+        """Return the number of rows of the pass."""
         return max(1, self.counts[0], len(self.hidden))
 
     def lists(self) -> Sequence[Tensor]:
@@ -239,13 +239,13 @@ class Run:
         keys = iter(all_keys.split([p.num_keys for p in self.parts if p.first_key < 0]))
         places = iter(all_places.split([block for p, block in blocks if p.placed]))
         masks = iter(self.visible.split([(p.stop - p.start) * block for p, block in blocks if p.masked]))
-        found = []
+        segments = []
         for p, block in blocks:
-            own = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else next(keys)
+            keys_of_run = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else next(keys)
             mask = next(masks).view(-1, block) if p.masked else None
             placed = next(places) if p.placed else None
-            found.append(Segment(p.start, p.stop, own, p.num_keys, p.prefix, mask, placed))
-        return found
+            segments.append(Segment(p.start, p.stop, keys_of_run, p.num_keys, p.prefix, mask, placed))
+        return segments
 
 
 def run_of(
@@ -256,15 +256,15 @@ def run_of(
     state: ForwardState | None = None,
     layers: Span = (0, 0),
     read: int = NOTHING,
-    wanted: Tensor = _NONE,
+    choice_rows: Tensor = _NONE,
 ) -> Run:
-    """Return a run; ``state`` says where its rows' K and V go and what they see."""
+    """Return a run; ``state`` states where its rows' K and V go and what they see."""
     segments: Sequence[Segment] = [] if state is None else state.attn.segments
     keys = [s.keys[: s.num_keys] for s in segments if not isinstance(s.keys, slice)]
     masks = [s.visible.reshape(-1) for s in segments if s.visible is not None]
     blocks = [s.positions for s in segments if s.positions is not None]
     slots = _NONE if state is None else slot_indices(state.slots, positions.device)
-    lists = [[_NONE if tokens is None else tokens], [positions], [slots], keys, blocks, [wanted]]
+    lists = [[_NONE if tokens is None else tokens], [positions], [slots], keys, blocks, [choice_rows]]
     return Run(
         *layers,
         read,
@@ -329,7 +329,7 @@ class Ranks:
     """
 
     share: Share
-    joins: Joins
+    joins: Collectives
     line: RankLine | None = None
     _inside: bool = False
     _adapters: WeakKeyDictionary[LowRank, LowRank] = field(default_factory=WeakKeyDictionary)
@@ -361,17 +361,17 @@ class Ranks:
 
     def _part(self, whole: LowRank, exact: bool | None) -> LowRank:
         if whole not in self._adapters:
-            made = self.share.adapters(whole)
-            self._adapters[whole] = made if exact is None else made.prepare(exact)
+            part = self.share.adapters(whole)
+            self._adapters[whole] = part if exact is None else part.prepare(exact)
         return self._adapters[whole]
 
     def embedded(self, tokens: Tensor, table: Tensor) -> Tensor:
         """[rows, d_model] of ``tokens`` [rows], of which this rank's ``table`` has some."""
         first, last = self.share.vocabulary
-        own = (tokens >= first) & (tokens < last)
+        here = (tokens >= first) & (tokens < last)
         rows = torch.nn.functional.embedding((tokens - first).clamp(0, last - first - 1), table)
         wide = rows if rows.dtype == torch.float64 else rows.float()
-        return self.joins.sum(wide.masked_fill_(~own[:, None], 0)).to(table.dtype)
+        return self.joins.sum(wide.masked_fill_(~here[:, None], 0)).to(table.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return what `out` and `down` read of ``x`` [rows, own width], which is their own inputs."""
@@ -381,15 +381,15 @@ class Ranks:
         """[rows, d_model] of what they gave here, float32 or wider."""
         return self.joins.gather(y) if self.share.by_outputs else self.joins.sum(y)
 
-    def logits(self, own: Tensor) -> Tensor:
+    def logits(self, part: Tensor) -> Tensor:
         """[rows, V] of all ranks' [rows, own tokens]."""
         widest = -(-self.share.config.vocab_size // self.share.count)
-        padded = torch.nn.functional.pad(own, (0, widest - own.shape[1]), value=-torch.inf)
+        padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]), value=-torch.inf)
         return self.joins.gather(padded)[:, : self.share.config.vocab_size]
 
-    def best(self, own: Tensor, ids: Tensor) -> Tensor:
-        """[rows] int64 the first of the best tokens, of the best of this rank's, ``ids`` [rows] among ``own``."""
-        score = own.gather(1, ids[:, None]).double()
+    def best(self, part: Tensor, ids: Tensor) -> Tensor:
+        """[rows] int64 the first of the best tokens, of the best of this rank's, ``ids`` [rows] among ``part``."""
+        score = part.gather(1, ids[:, None]).double()
         pairs = torch.cat((score, (ids[:, None] + self.share.vocabulary[0]).double()), 1)  # [rows, 2]
         each = self.joins.gather(pairs).view(len(ids), -1, 2)
         return each[torch.arange(len(ids)), each[..., 0].argmax(1), 1].long()

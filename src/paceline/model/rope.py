@@ -20,7 +20,7 @@ _TABLE_BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Which rotation a family uses."""
+    """Describe which rotation a family uses."""
 
     dim: int  # rotated dimensions of a head, the first ones; the others pass
     theta: float = 10000.0
@@ -44,7 +44,7 @@ class Rotation:
     def __len__(self) -> int:
         return len(self.cos)
 
-    @cached_property  # threads that ask at once may each make it, the same numbers: all hold a whole pair
+    @cached_property  # threads that need it at once may each make it, the same numbers: all hold a whole pair
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin [positions, dim/2], unsigned, contiguous, which rotate both halves of a head."""
         half = self.cos.shape[-1] // 2

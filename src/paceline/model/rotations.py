@@ -1,7 +1,7 @@
 """Which rotation a ``config.json`` describes: `RopeConfig` of every kind of layer.
 
 Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
-A file may have both; what is said twice must agree.
+A file may have both; repeated values must agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..core.errors import CapabilityError, ConfigError
 from .config_fields import RESTORE, Fields, Json, bad, check_integer, check_number, contradiction
 from .rope import RopeConfig
 
-Rope = tuple[RopeConfig, int, str]  # the rotation, positions it is right for, why these are fewer than is said
+Rope = tuple[RopeConfig, int, str]  # the rotation, positions it is right for, why these are fewer than the file states
 
 # By type, parameters that must be given. Dynamic NTK turns every frequency once a sequence outgrows the context, keys
 # already cached included. Up to there it is the plain rotation; beyond, a key would depend on tokens after it, which no
@@ -35,21 +35,21 @@ def read_rope(f: Fields, head_dim: int, theta: float = 10000.0) -> Rope:
 
     ``theta`` where it names no base.
     """
-    given = {name: f.mapping(name) for name in _SPELLINGS if f.mapping(name)}
-    places = [f.values, *given.values()]
+    mappings = {name: f.mapping(name) for name in _SPELLINGS if f.mapping(name)}
+    places = [f.values, *mappings.values()]
     share = _said("partial_rotary_factor", places, 1.0)
     dim = int(head_dim * share)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise bad("partial_rotary_factor", share, f"the rotated part of a head ({dim}) must be even")
     base = RopeConfig(dim=dim, theta=_said("rope_theta", places, theta))
-    found = [_read_rope(f, values, base) for values in given.values()] or [_read_rope(f, {}, base)]
-    if any(other != found[0] for other in found):
+    ropes = [_read_rope(f, values, base) for values in mappings.values()] or [_read_rope(f, {}, base)]
+    if any(other != ropes[0] for other in ropes):
         raise ConfigError(
-            f"config.json: {' and '.join(given)}",
+            f"config.json: {' and '.join(mappings)}",
             "they describe two different rotations",
             "remove the one that the model was not trained with",
         )
-    return found[0]
+    return ropes[0]
 
 
 def read_layered_ropes(f: Fields, head_dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
@@ -62,48 +62,48 @@ def read_layered_ropes(f: Fields, head_dim: int, theta: float, local_theta: floa
     if not listed.keys() <= {"full_attention", "sliding_attention"}:
         raise bad("rope_parameters", listed, "it must list full_attention and sliding_attention")
     by_kind = {kind: Fields(listed).mapping(kind) for kind in listed}
-    own = {"rope_theta": f.values.get("rope_local_base_freq"), "rope_scaling": None}
+    local = {"rope_theta": f.values.get("rope_local_base_freq"), "rope_scaling": None}
     full = f.values | {"rope_parameters": by_kind.get("full_attention")}
-    sliding = f.values | own | {"rope_parameters": by_kind.get("sliding_attention")}
+    sliding = f.values | local | {"rope_parameters": by_kind.get("sliding_attention")}
     return read_rope(Fields(full), head_dim, theta), read_rope(Fields(sliding), head_dim, local_theta)
 
 
 def _said(name: str, places: Iterable[Json], default: float) -> float:
     """Return a number that may stand next to the rope parameters and among them."""
-    found = {check_number(name, place[name]) for place in places if place.get(name) is not None}
-    if len(found) > 1:
-        raise contradiction(name, sorted(found))
-    return next(iter(found), default)
+    values = {check_number(name, place[name]) for place in places if place.get(name) is not None}
+    if len(values) > 1:
+        raise contradiction(name, sorted(values))
+    return next(iter(values), default)
 
 
 def _read_rope(f: Fields, values: Json, base: RopeConfig) -> Rope:
-    """Return what one of the two spellings says."""
+    """Return the value in one of the two spellings."""
     if any(isinstance(v, dict) for v in values.values()):
         raise CapabilityError(
             "rope_parameters by layer type", "all layers of this family rotate alike", "use another checkpoint"
         )
     kind, context = _rope_kind(f, values), f.integer("max_position_embeddings")
     if kind not in _NEEDED:
-        wrong, known = "no such rotation here", ", ".join(sorted(_NEEDED))
-        raise CapabilityError(f"rope type {kind!r}", wrong, f"use one of: {known}")
+        wrong, kinds = "no such rotation here", ", ".join(sorted(_NEEDED))
+        raise CapabilityError(f"rope type {kind!r}", wrong, f"use one of: {kinds}")
     if kind in ("default", "dynamic"):
         return base, context, "" if kind == "default" else "dynamic NTK changes the keys of earlier tokens beyond it"
     original = _original(f, values, context)
-    given: Json = {name: check_number(name, values[name]) for name in _NUMBERS if values.get(name)}
-    if lost := next((name for name in _NEEDED[kind] if name not in given), None):
+    parameters: Json = {name: check_number(name, values[name]) for name in _NUMBERS if values.get(name)}
+    if lost := next((name for name in _NEEDED[kind] if name not in parameters), None):
         raise ConfigError("config.json: rope parameters", f"{lost!r} is missing", RESTORE)
     factors = values.get("short_factor")
     if kind == "longrope" and (not isinstance(factors, list) or len(factors) != base.dim // 2):
         raise bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
-    given = {"factor": context / original, "long_factor": ()} | given
-    given |= {"truncate": Fields(values).flag("truncate", True), "original_max_position_embeddings": original}
-    given["short_factor"] = [check_number("short_factor", factor) for factor in factors or ()]
-    rope = scaled(kind, given, base)
+    parameters = {"factor": context / original, "long_factor": ()} | parameters
+    parameters |= {"truncate": Fields(values).flag("truncate", True), "original_max_position_embeddings": original}
+    parameters["short_factor"] = [check_number("short_factor", factor) for factor in factors or ()]
+    rope = scaled(kind, parameters, base)
     limit = min(context, original) if kind == "longrope" else context
     return rope, limit, "LongRoPE changes the keys of earlier tokens beyond it" if limit < context else ""
 
 
-def scaled(kind: str, given: Json, base: RopeConfig) -> RopeConfig:
+def scaled(kind: str, parameters: Json, base: RopeConfig) -> RopeConfig:
     """Return the rotation that transformers computes, of short texts where LongRoPE has two.
 
     Which of those two rotates a key depends on the length of the whole sequence, so a sequence that grows past the
@@ -112,15 +112,15 @@ def scaled(kind: str, given: Json, base: RopeConfig) -> RopeConfig:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # here: most models need none of it
 
     shape: Json = {"head_dim": base.dim, "hidden_size": base.dim, "num_attention_heads": 1}
-    shape |= {"rope_parameters": {"rope_theta": base.theta, **given}}
+    shape |= {"rope_parameters": {"rope_theta": base.theta, **parameters}}
     config: Any = SimpleNamespace(**shape, standardize_rope_params=lambda: None)
     try:
-        found, attention = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+        frequencies, attention = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     except ArithmeticError as error:
-        raise bad("rope parameters", given, f"{kind} computes no rotation with them ({error})") from error
-    if not all(0 < value < math.inf for value in (*found.tolist(), attention)):
-        raise bad("rope parameters", given, f"{kind} computes a rotation with zeros or infinities with them")
-    return replace(base, scaled=tuple(found.tolist()), attention_factor=attention)
+        raise bad("rope parameters", parameters, f"{kind} computes no rotation with them ({error})") from error
+    if not all(0 < value < math.inf for value in (*frequencies.tolist(), attention)):
+        raise bad("rope parameters", parameters, f"{kind} computes a rotation with zeros or infinities with them")
+    return replace(base, scaled=tuple(frequencies.tolist()), attention_factor=attention)
 
 
 def _rope_kind(f: Fields, values: Json) -> str:

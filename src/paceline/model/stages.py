@@ -2,8 +2,8 @@
 
     frame -> stage 0: embed, layers 0 .. a - 1 -> stage 1: layers a .. b - 1 -> .. -> the last layer's states
 
-A frame says everything that a stage must know: where rows stand, which slots they write and which they see. K and V are
-moved in the order of the frames: what is to be moved rides on the next frame, and each stage moves its own layers'
+A frame has everything that a stage must know: where rows stand, which slots they write and which they see. K and V are
+moved in the order of the frames: moves ride on the next frame, and each stage moves its own layers'
 before it computes. So a frame that was sent before a move has written its rows, at every stage, before they are moved.
 
 Verdicts overtake frames. They spare a stage rows that are of no use any more, and change nothing else.
@@ -50,8 +50,8 @@ class StageRows:
     @property
     def slots(self) -> slice | Tensor:
         """Return where the rows' own K and V go."""
-        own = self.num_keys - len(self.nodes)
-        return slice(self.keys.start + own, self.keys.stop) if isinstance(self.keys, slice) else self.keys[own:]
+        context = self.num_keys - len(self.nodes)
+        return slice(self.keys.start + context, self.keys.stop) if isinstance(self.keys, slice) else self.keys[context:]
 
     def keep(self, rows: Sequence[int]) -> StageRows:
         """Return some of the rows, ascending, alone; the others are neither written nor seen from here on.
@@ -59,8 +59,8 @@ class StageRows:
         Rows of a tree: those of a text stay, or go, together.
         """
         assert self.visible is not None and self.block_positions is not None, "a text's rows go together"
-        own = self.num_keys - len(self.nodes)
-        columns = [*range(own - self.prefix), *(own - self.prefix + row for row in rows)]
+        context = self.num_keys - len(self.nodes)
+        columns = [*range(context - self.prefix), *(context - self.prefix + row for row in rows)]
         keys = slot_indices(self.keys, self.visible.device)
         return replace(
             self,
@@ -76,7 +76,7 @@ class StageRows:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What goes from stage to stage in one tick."""
+    """Describe what goes from stage to stage in one tick."""
 
     epoch: int
     parts: Sequence[StageRows]
@@ -91,10 +91,10 @@ class Frame:
 
 
 class Survivors:
-    """What a stage knows of a request's verdicts, which may come late and in any order: the newest one tells all.
+    """Verdicts of a request at a stage, which may come late and in any order: the newest one has all.
 
     A node that a later verdict left was left by the earlier ones, so an older verdict that comes after a newer one
-    says nothing new. Nodes that entered after a verdict are none of its business. One thread may tell while another
+    gives nothing new. Nodes that entered after a verdict are none of its business. One thread may deliver while another
     looks at rows: a verdict's version and nodes are taken as one.
     """
 
@@ -140,14 +140,14 @@ class Stage:
     def __post_init__(self) -> None:
         layers, depth = self.decoder.num_layers, self.stop - self.start
         if not 0 <= self.start < self.stop <= layers:
-            asked = f"a stage of layers {self.start} to {self.stop - 1}"
-            raise ConfigError(asked, f"the target has layers 0 to {layers - 1}", "give each stage a layer or more")
+            subject = f"a stage of layers {self.start} to {self.stop - 1}"
+            raise ConfigError(subject, f"the target has layers 0 to {layers - 1}", "give each stage a layer or more")
         if len(self.store.k) != depth:
-            asked = f"a stage of {depth} layers over a store of {len(self.store.k)}"
-            raise ConfigError(asked, "each layer has K and V of its own", "give it a store of as many layers")
+            subject = f"a stage of {depth} layers over a store of {len(self.store.k)}"
+            raise ConfigError(subject, "each layer has K and V of its own", "give it a store of as many layers")
         first, behind = self.start, self.decoder.cache_shape[0] - self.stop
         # By the layers' own numbers: those of other layers are never touched.
-        self._cache = LayerCache(*([*own[:1] * first, *own, *own[:1] * behind] for own in (self.store.k, self.store.v)))
+        self._cache = LayerCache(*([*kv[:1] * first, *kv, *kv[:1] * behind] for kv in (self.store.k, self.store.v)))
         ranks = self.decoder.ranks
         line = None if ranks is None else ranks.line
         self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
@@ -186,26 +186,26 @@ class Stage:
         return replace(frame, hidden=hidden)
 
     def pruned(self, frame: Frame) -> Frame:
-        """Without rows that are of no use, as far as the stage was told."""
+        """Drop the rows that the stage knows to be of no use."""
         parts: list[StageRows] = []
-        kept: list[int] = []
+        rows_left: list[int] = []
         begin = 0
         for part in frame.parts:
             rows = self._alive(part)
-            kept += [begin + row for row in rows]
+            rows_left += [begin + row for row in rows]
             begin += len(part.nodes)
             if rows:
                 parts.append(part if len(rows) == len(part.nodes) else part.keep(rows))
-        if len(kept) == begin:
+        if len(rows_left) == begin:
             return frame
-        hidden = None if frame.hidden is None or not kept else frame.hidden[kept]
+        hidden = None if frame.hidden is None or not rows_left else frame.hidden[rows_left]
         return replace(frame, parts=parts, hidden=hidden)
 
     def _alive(self, part: StageRows) -> Sequence[int]:
         if part.request in self._closed:
             return ()
-        told = self._told.get(part.request)
-        return range(len(part.nodes)) if told is None else told.rows(part.version, part.nodes)
+        verdict = self._told.get(part.request)
+        return range(len(part.nodes)) if verdict is None else verdict.rows(part.version, part.nodes)
 
     def _state(self, frame: Frame) -> ForwardState:
         """Return the stage's own plan for a frame's rows, over its own K and V."""
@@ -255,14 +255,14 @@ class StagesInTurn:
         self._held: list[Frame | None] = [None] * self.count
 
     def tick(self, entering: Frame | None) -> Frame | None:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         self._held[0] = entering
         done = self.compute(self._held)
         self._held = [None, *done[:-1]]
         return done[-1]
 
     def rest(self) -> bool:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         return False
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
@@ -271,17 +271,17 @@ class StagesInTurn:
         return [None if frame is None else stage.run(frame) for stage, frame in pairs]
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         for stage in self.stages:
             stage.tell(request, version, alive)
 
     def close(self, request: int) -> None:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         for stage in self.stages:
             stage.close(request)
 
     def clear(self) -> int:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         self._held = [None] * self.count
         epoch = self.stages[0].epoch + 1
         for stage in self.stages:

@@ -20,7 +20,7 @@ class Clock(Protocol):
         ...
 
     def sleep_until(self, when: float) -> None:
-        """Wait for a time; one that has gone by is no wait."""
+        """Wait for a time; one that has gone by is not waited for."""
         ...
 
 
@@ -33,5 +33,5 @@ class RealClock:
 
     def sleep_until(self, when: float) -> None:
         """Wait for a time."""
-        while (left := when - time.perf_counter()) > 0:
-            time.sleep(left)
+        while (rest_s := when - time.perf_counter()) > 0:
+            time.sleep(rest_s)

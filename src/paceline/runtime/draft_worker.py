@@ -23,7 +23,7 @@ from ..core.options import written
 from ..draft import registry
 from ..draft.fit import tokenizer_mark
 from ..draft.registry import DrafterConfig
-from ..engine.base import Place
+from ..engine.base import WorkerPlace
 from ..engine.grammar import Grammars
 from ..model.decoder import TargetInfo
 from ..weights.files import fingerprint
@@ -70,7 +70,7 @@ def draft_worker(config: LLMConfig, source: Source, rows: int, pool_tokens: int,
 
 
 def start_drafter(
-    config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: Place, hosts: ClusterHosts | None
+    config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: WorkerPlace, hosts: ClusterHosts | None
 ) -> RemoteSessions:
     """Start the process of a configuration's drafter, and wait until it is ready. It ends with what is returned.
 
@@ -120,7 +120,7 @@ def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int
     info = TargetInfo.of(source.name, source.shape, source.dtype, source.tokenizer(texts=False))
     drafter.bind(info, config.max_sequences, pool_tokens, parse_device(device))
 
-    @cache  # with the first grammar: a drafter that no request asks for one is back sooner after its process has died
+    @cache  # with the first grammar: a drafter without a request for one is back sooner after its process has died
     def grammars() -> Grammars:
         return Grammars(source.tokenizer(), source.shape.vocab_size, source.shape.eos_ids)
 
@@ -130,8 +130,8 @@ def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int
 
 def named(chosen: DrafterConfig) -> str:
     """Return a drafter's options as they are written; `registry.parse` reads it."""
-    given = [(spec.name, getattr(chosen, spec.name), spec.default) for spec in fields(chosen)]
-    return ",".join([chosen.kind, *(f"{name}={written(value)}" for name, value, usual in given if value != usual)])
+    values = [(spec.name, getattr(chosen, spec.name), spec.default) for spec in fields(chosen)]
+    return ",".join([chosen.kind, *(f"{name}={written(value)}" for name, value, usual in values if value != usual)])
 
 
 def _chosen(config: LLMConfig) -> DrafterConfig:

@@ -1,11 +1,11 @@
-"""Draft sessions in another process: the messages, who serves them, and who asks.
+"""Draft sessions in another process: the messages, their server and their client.
 
-    Open, Tell    as of `draft.sessions.DraftSessions`; they have no answer
+    Open, Update    as of `draft.sessions.DraftSessions`; they have no answer
     Grow          is answered by a `Grew` a level
 
-A growth of several levels goes on by itself, a level a pass. Messages come first: what one of them says of a sequence
+A growth of several levels continues by itself, a level a pass. Messages come first: its content for a sequence
 calls off the levels that are left of it, so that a rollout ends with the verdict (Mirror Speculative Decoding, section
-3.1). Every growth ends with a `Grew` that says so.
+3.1). Every growth ends with a `Grew` that states this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.errors import PacelineError
 from ..core.grammar import Grammar, Matcher
 from ..core.sampling import SamplingParams
 from ..draft.local_sessions import LocalGrowing
-from ..draft.sessions import Ask, DraftSessions, Growing, Grown, Opening
+from ..draft.sessions import Ask, DraftSessions, NewNodes, Opening, Pending
 from .clock import Clock, RealClock
 from .handshake import Facts
 from .remote import Remote, receive, send
@@ -36,7 +36,7 @@ MakeMatcher = Callable[[Grammar], Matcher]
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A sequence, as an `Opening` says it."""
+    """A sequence, in the form of an `Opening`."""
 
     key: int
     tokens: list[int]
@@ -57,16 +57,16 @@ class Open:
         return Open(o.key, [*o.tokens], o.prompt_len, *rules, o.max_len, [*o.prediction], sources)
 
     def opening(self, matcher: MakeMatcher | None) -> Opening:
-        """Return what it says; ``matcher`` compiles the request's grammar, where it has one.
+        """Return its opening; ``matcher`` compiles the request's grammar, where it has one.
 
         Raises:
             ConfigError: parameters that no request has.
         """
         params = SamplingParams.from_json(self.params)
-        own = None if params.grammar is None or matcher is None else matcher(params.grammar)
+        grammar_matcher = None if params.grammar is None or matcher is None else matcher(params.grammar)
         rules = params, self.seed, self.sample_index, self.max_len
         sources = None if self.sources is None else frozenset(self.sources)
-        return Opening(self.key, self.tokens, self.prompt_len, *rules, self.prediction, sources, own)
+        return Opening(self.key, self.tokens, self.prompt_len, *rules, self.prediction, sources, grammar_matcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Grow:
     """Grow the trees of several sequences."""
 
     ticket: int  # of the asker's
-    asks: list[Ask]  # the first level; ``most`` says how far it goes on below each node
+    asks: list[Ask]  # the first level; ``most`` states how far it continues below each node
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +82,24 @@ class Grew:
     """One level."""
 
     ticket: int
-    level: dict[int, Grown]  # by sequence; those of which nothing is left are not in it
+    level: dict[int, NewNodes]  # by sequence; those of which nothing is left are not in it
     last: bool
     began: float  # seconds by the server's clock, which processes of one host share
     ended: float
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Update:
     """A call of a method of `DraftSessions` that has no answer."""
 
     method: Literal["reroot", "commit", "close", "forget"]
     args: tuple[()] | tuple[Count] | tuple[Count, Count | list[Count]]  # the sequence comes first
 
 
-KINDS = Open, Grow, Grew, Tell
+KINDS = Open, Grow, Grew, Update
 
 
-# -- who serves
+# -- the server
 
 
 class DraftService(Service):
@@ -126,7 +126,7 @@ class DraftService(Service):
         self._growths: deque[LocalGrowing] = deque()
 
     def handle(self, message: Any) -> Iterable[Any]:
-        """Do what a message says; growths are left for `work`."""
+        """Do what a message states; growths are left for `work`."""
         if isinstance(message, Grow):
             self._growths.append(LocalGrowing.of(message.asks, [ask.most for ask in message.asks], message.ticket))
         elif isinstance(message, Open):
@@ -153,22 +153,22 @@ class DraftService(Service):
             self._growths.popleft()
         return [Grew(growth.ticket, growth.levels[-1], growth.done, *growth.times[-1])]
 
-    def _level(self, asks: Sequence[Ask]) -> list[Grown]:
+    def _level(self, asks: Sequence[Ask]) -> list[NewNodes]:
         return self.sessions.grow(asks) if asks else []
 
 
-# -- who asks
+# -- the client
 
 
 class DraftsLost(PacelineError):
-    """The drafter's worker is gone, late, or says what it should not: all sessions are lost.
+    """The drafter's worker is gone, late, or states what it should not: all sessions are lost.
 
-    They may be opened anew when `RemoteSessions.ready` says so.
+    They may be opened again when `RemoteSessions.ready` returns true.
     """
 
 
 class RemoteSessions:
-    """`DraftSessions` that a worker serves, and that go on by themselves (`GoingSessions`).
+    """`DraftSessions` that a worker serves, and that continue by themselves (`AsyncSessions`).
 
     Nothing waits but `grow` and `wait`: all else is a message that is sent, or what came meanwhile.
 
@@ -180,7 +180,7 @@ class RemoteSessions:
     def __init__(self, worker: Remote, patience_s: float = 5.0) -> None:
         self._worker, self._patience_s = worker, patience_s
         self._tickets = count(1)
-        self._growing: dict[int, LocalGrowing] = {}  # as far as they are known, by ticket
+        self._growing: dict[int, LocalGrowing] = {}  # to the extent that they are known, by ticket
 
     def ready(self) -> bool:
         """Return whether sessions may be opened and used; look after the worker in passing.
@@ -191,27 +191,27 @@ class RemoteSessions:
         return self._worker.poll()
 
     def open(self, opening: Opening) -> None:
-        """See `DraftSessions`; this and all that follows raises `DraftsLost`."""
+        """Implement `DraftSessions`; this and all that follows raises `DraftsLost`."""
         self._send(Open.of(opening))
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Tell("reroot", (key, node)))
+        """Implement `DraftSessions`; calls off the rest of growths of the sequence."""
+        self._send(Update("reroot", (key, node)))
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`; calls off what is left of growths of the sequence."""
-        self._send(Tell("commit", (key, [*tokens])))
+        """Implement `DraftSessions`; calls off the rest of growths of the sequence."""
+        self._send(Update("commit", (key, [*tokens])))
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
-        self._send(Tell("close", (key,)))
+        """Implement `DraftSessions`."""
+        self._send(Update("close", (key,)))
 
     def forget(self) -> None:
-        """See `DraftSessions`."""
-        self._send(Tell("forget", ()))
+        """Implement `DraftSessions`."""
+        self._send(Update("forget", ()))
 
-    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
-        """See `DraftSessions`; waits for one level."""
+    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
+        """Implement `DraftSessions`; waits for one level."""
         growing = self.begin(asks)
         self.wait(growing)
         (level,) = growing.levels
@@ -224,9 +224,9 @@ class RemoteSessions:
 
         Args:
             asks: the first level, each of another sequence and with a node or more.
-            levels: of each ask, for every given and every expanded node, tokens wanted below it; None: one each.
+            levels: by request, for every given and every expanded node, tokens wanted below it; None: one each.
         """
-        each = levels or [[1] * (len(ask.given) + len(ask.expand)) for ask in asks]
+        each = levels or [[1] * (len(ask.added) + len(ask.expand)) for ask in asks]
         growing = LocalGrowing.of(asks, each, next(self._tickets))
         self._send(Grow(growing.ticket, [*growing.asks.values()]))
         self._growing[growing.ticket] = growing
@@ -239,7 +239,7 @@ class RemoteSessions:
         while self._growing and self._take(0):
             pass
 
-    def wait(self, growing: Growing) -> None:
+    def wait(self, growing: Pending) -> None:
         """Wait until a growth is done, a level at a time; look after the worker meanwhile, which may hang."""
         waited = 0.0
         while not growing.done:

@@ -1,7 +1,7 @@
 """An engine in a process of its own: from the options of an `LLM` to a worker that answers requests.
 
-The text of answers is made here, not by who asks: stop strings are found in text, so the engine needs it anyway, and it
-costs about 2 us of a token, less than a second detokenizer and its agreement with this one would.
+The text of answers is made here, not by the client: stop strings are found in text, so the engine needs it anyway, and
+it costs about 2 us of a token, less than a second detokenizer and its agreement with this one would.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .requests import (
     Accepted,
     Describe,
     Description,
-    Look,
-    Looked,
     Rejected,
+    StatsReply,
+    StatsRequest,
     Submit,
     Updates,
 )
 from .serving import Service
 
-SERVED = ("grammar", "prediction")  # drafters that a server has beside the model's own: they cost nothing unasked
+SERVED = ("grammar", "prediction")  # drafters that a server has next to the model's own: they cost nothing unasked
 IDLE_S = 0.001  # between two looks for a grammar that is being compiled
 WARM_TOKENS = 8  # of an answer before the first request: kernels, buffers and the drafter are ready then
 
@@ -55,10 +55,10 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
             f"model {llm.config.model}", "it has no tokenizer, so text means nothing to it", "add its files"
         )
     warm(llm)
-    made = EngineService(llm)
+    engine_service = EngineService(llm)
     gc.collect()
-    gc.freeze()  # no later collection looks at what is there now: 150 ms in which no stream would go on
-    return made
+    gc.freeze()  # no later collection looks at what is there now: 150 ms in which no stream would continue
+    return engine_service
 
 
 def warm(llm: LLM) -> None:
@@ -106,18 +106,18 @@ class EngineService(Service):
             self._streams.pop(message.id, None)
             self._late.pop(message.id, None)
             self._engine.abort(message.id)
-        elif isinstance(message, Look):
-            own = {**self._engine.describe_speculation(), "learning": self._llm.describe_learning()}
-            yield Looked(message.id, {**self._engine.snapshot().as_dict(), "speculation": own})
+        elif isinstance(message, StatsRequest):
+            speculation = {**self._engine.describe_speculation(), "learning": self._llm.describe_learning()}
+            yield StatsReply(message.id, {**self._engine.snapshot().as_dict(), "speculation": speculation})
         elif isinstance(message, Describe):
             yield description(self._llm)
 
-    def _compiles(self, asked: Submit) -> bool:
+    def _compiles(self, submission: Submit) -> bool:
         """Return whether a request waits for its grammar, which may take a second: steps continue meanwhile."""
         try:
-            grammar, grammars = Grammar.read(asked.params.get("grammar")), self._engine.grammars
+            grammar, grammars = Grammar.read(submission.params.get("grammar")), self._engine.grammars
         except ConfigError:
-            return False  # `_submit` says so
+            return False  # `_submit` states this
         if grammar is None or grammar in grammars:
             return False
 
@@ -126,40 +126,40 @@ class EngineService(Service):
                 grammars.matcher(grammar)
 
         thread = Thread(target=compile_it, name="paceline-grammar", daemon=True)
-        self._compiling[asked.id] = asked, thread
+        self._compiling[submission.id] = submission, thread
         thread.start()
         return True
 
     def _compiled(self) -> list[Accepted | Rejected]:
         """Return the answers to requests whose grammar is compiled."""
-        done = [asked for asked, thread in self._compiling.values() if not thread.is_alive()]
-        for asked in done:
-            del self._compiling[asked.id]
-        return [self._submit(asked) for asked in done]
+        done = [submission for submission, thread in self._compiling.values() if not thread.is_alive()]
+        for submission in done:
+            del self._compiling[submission.id]
+        return [self._submit(submission) for submission in done]
 
-    def _submit(self, asked: Submit) -> Accepted | Rejected:
+    def _submit(self, submission: Submit) -> Accepted | Rejected:
         try:
-            params = SamplingParams.from_json(asked.params)
-            chosen = {**(asked.speculation or {}), **({"trace": True} if asked.shows else {})}
+            params = SamplingParams.from_json(submission.params)
+            chosen = {**(submission.speculation or {}), **({"trace": True} if submission.shows else {})}
             self._engine.submit(
-                asked.ids,
+                submission.ids,
                 params,
-                request_id=asked.id,
-                application=asked.application,
-                said=asked.said,
-                priority=asked.priority,
-                deadline_s=asked.deadline_s,
+                request_id=submission.id,
+                application=submission.application,
+                resume_tokens=submission.resume_tokens,
+                priority=submission.priority,
+                deadline_s=submission.deadline_s,
                 speculation=Speculation(**chosen) if chosen else None,
-                taken=asked.taken,
-                store=asked.store,
+                admitted=submission.admitted,
+                store=submission.store,
             )
         except QueueFull as error:
-            return Rejected(asked.id, "a request", str(error), "ask again later", full=True)
+            return Rejected(submission.id, "a request", str(error), "ask again later", full=True)
         except ConfigError as error:
-            return Rejected(asked.id, error.asked, error.wrong, error.remedy)
-        live = self._engine.live[asked.id]
-        self._streams[asked.id] = _Stream(live, asked.shows, asked.interval_s, 0.0)
-        return Accepted(asked.id)
+            return Rejected(submission.id, error.subject, error.wrong, error.remedy)
+        live = self._engine.live[submission.id]
+        self._streams[submission.id] = _Stream(live, submission.shows, submission.interval_s, 0.0)
+        return Accepted(submission.id)
 
     @inference
     def work(self) -> Iterable[Any] | None:
@@ -194,7 +194,7 @@ class EngineService(Service):
 
 
 def _shown(stream: _Stream, index: int) -> Shown:
-    """Take out the steps since the last chunk; return what the request asks to see of them."""
+    """Take out the steps since the last chunk; return those that the request includes."""
     sequence = stream.live.sequences[index]
     steps, sequence.trace = sequence.trace or [], []
     tokens, text = sequence.output_ids, sequence.token_text or str

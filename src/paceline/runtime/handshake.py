@@ -13,7 +13,7 @@ from ..core.errors import CapabilityError
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What both sides must agree in; an empty fact does not matter."""
+    """Describe what both sides must agree in; an empty fact does not matter."""
 
     weights: str = ""  # fingerprint of the checkpoint (`weights.files.fingerprint`), and its layers
     vocabulary: str = ""  # of token ids and their pieces
@@ -33,14 +33,14 @@ _REMEDIES = {
 }
 
 
-def compare(who: str, expected: Facts, found: Facts) -> None:
+def compare(who: str, expected: Facts, actual: Facts) -> None:
     """Refuse a worker whose facts differ.
 
     Raises:
         CapabilityError: the first fact that differs.
     """
     for fact in fields(Facts):
-        mine, theirs = getattr(expected, fact.name), getattr(found, fact.name)
+        mine, theirs = getattr(expected, fact.name), getattr(actual, fact.name)
         if mine and mine != theirs:
             wrong = f"its {fact.name} is {theirs or 'not known'}, and {mine} is expected"
             raise CapabilityError(f"worker {who}", wrong, _REMEDIES[fact.name])
@@ -74,7 +74,7 @@ class Hello:
 class Refused:
     """From a worker that cannot serve what it is to serve: the three parts of the error."""
 
-    asked: str
+    subject: str
     wrong: str
     remedy: str
     host: str

@@ -1,7 +1,7 @@
 """How long a stage may be at a frame before it is taken to hang.
 
 Weights are read once for all rows of a frame, arithmetic is done for each, and which of the two counts changes with
-their number: a line through what small frames took says too little of large ones. What holds for every stage is that a
+their number: times of small frames predict large ones badly. For every stage a
 frame takes no longer than one of more rows, and no longer than one of fewer rows as many times as it has more of them.
 So what frames of any size took bounds all others, and the lowest bound is believed.
 """
@@ -17,7 +17,7 @@ RECENT = 16  # frames of about a size that are looked at
 
 
 class HangLimit:
-    """Of one stage, from what its latest frames took."""
+    """Estimate the times of one stage from its latest frames."""
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[tuple[int, float]]] = {}  # by powers of two: rows, and seconds
@@ -34,5 +34,5 @@ class HangLimit:
 
 
 def _second_longest(recent: deque[tuple[int, float]], rows: int) -> float:
-    """Return what these frames say that one of so many rows takes at most; one that was slow by chance says nothing."""
+    """Estimate from these frames what one of so many rows takes at most; a slow outlier does not count."""
     return sorted(took * max(1.0, rows / its_rows) for its_rows, took in recent)[-2]

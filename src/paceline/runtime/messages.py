@@ -78,7 +78,7 @@ class Dropped:
 class Verdicts:
     """Verdicts of some requests, newest last."""
 
-    told: list[tuple[int, int, list[int]]] = field(default_factory=list)  # request, version, nodes that are left
+    survivors: list[tuple[int, int, list[int]]] = field(default_factory=list)  # request, version, nodes that are left
     closed: list[int] = field(default_factory=list)  # requests that ended
     ended: list[int] = field(default_factory=list)  # of which no frame is in flight any more
 
@@ -133,11 +133,11 @@ def _cut(whole: Tensor, sizes: list[int]) -> Iterator[Tensor]:
 
 
 def _part(rows: Rows, keys: Iterator[Tensor], masks: Iterator[Tensor], device: torch.device) -> StageRows:
-    own, block = len(rows.nodes), rows.num_keys - rows.prefix
-    if not 0 < own <= block or len(rows.positions) != own or len(rows.block_positions or [0] * block) != block:
-        raise ValueError(f"{own} rows with {len(rows.positions)} positions among {block} keys after a prefix")
+    count, block = len(rows.nodes), rows.num_keys - rows.prefix
+    if not 0 < count <= block or len(rows.positions) != count or len(rows.block_positions or [0] * block) != block:
+        raise ValueError(f"{count} rows with {len(rows.positions)} positions among {block} keys after a prefix")
     slots = slice(rows.first_key, rows.first_key + rows.num_keys) if rows.first_key >= 0 else next(keys).to(device)
-    visible = next(masks).view(own, block) if rows.masked else None
-    tokens: Sequence[int] = [0] * own
+    visible = next(masks).view(count, block) if rows.masked else None
+    tokens: Sequence[int] = [0] * count
     places = rows.nodes, rows.positions, slots, rows.num_keys, rows.prefix, visible, rows.block_positions
     return StageRows(rows.request, rows.version, tokens, *places)

@@ -13,7 +13,7 @@ from ..core.options import written
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one worker runs; validated on construction.
+    """Describe where one worker runs; validated on construction.
 
     Raises:
         ConfigError: cores that this process may not use, or more threads than cores.
@@ -27,17 +27,17 @@ class Placement:
     def __post_init__(self) -> None:
         if not self.cores:
             return
-        asked = f"placement cores={written(self.cores)}"
+        subject = f"placement cores={written(self.cores)}"
         if not hasattr(os, "sched_setaffinity"):
-            raise CapabilityError(asked, "this system pins no process to cores", "leave cores out")
+            raise CapabilityError(subject, "this system pins no process to cores", "leave cores out")
         usable = cores()
         lost = sorted(set(self.cores) - set(usable))
         if lost or len(set(self.cores)) < len(self.cores):
             wrong = f"core {lost[0]} is not one that this process may use" if lost else "a core is there twice"
-            raise ConfigError(asked, wrong, f"use some of {written(tuple(usable))}")
+            raise ConfigError(subject, wrong, f"use some of {written(tuple(usable))}")
         if self.threads is not None and self.threads > len(self.cores):
             wrong = f"there are {len(self.cores)} cores for {self.threads} threads"
-            raise ConfigError(asked, wrong, "name as many cores as threads")
+            raise ConfigError(subject, wrong, "name as many cores as threads")
 
     @property
     def num_threads(self) -> int | None:
@@ -59,10 +59,10 @@ def cores() -> list[int]:
 
 def pin(chosen: Iterable[int]) -> None:
     """Keep this process on some cores: the threads that it has, and those that it will have."""
-    kept = set(chosen)
+    cores = set(chosen)
     tasks = Path("/proc/self/task")
     for task in [int(entry.name) for entry in tasks.iterdir()] if tasks.is_dir() else [0]:
         try:
-            os.sched_setaffinity(task, kept)
+            os.sched_setaffinity(task, cores)
         except ProcessLookupError:  # a thread that has just ended
             continue

@@ -2,7 +2,7 @@
 
 Run        a pass, or a part of one; has no answer but what the ranks join
 Adapter    adapters that later runs name
-Clear      another epoch begins; the rank says the same back
+Clear      another epoch begins; the rank replies with the same
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Adapter:
         values = torch.cat([part.data.reshape(-1) for _, _, *pair in adapter.pairs() for part in pair])
         return Adapter(number, c.rank, c.alpha, [*c.layers], [*c.linears], values)
 
-    def made(self, decoder: Decoder) -> LowRank:
+    def build(self, decoder: Decoder) -> LowRank:
         """Return the adapters."""
         config = AdapterConfig(rank=self.rank, alpha=self.alpha, layers=tuple(self.layers), linears=tuple(self.linears))
-        found, at = LowRank(config, linear_shapes(decoder.config), dtype=self.values.dtype), 0
-        for _, _, *pair in found.pairs():
+        adapters, at = LowRank(config, linear_shapes(decoder.config), dtype=self.values.dtype), 0
+        for _, _, *pair in adapters.pairs():
             for part in pair:
                 part.data.copy_(self.values[at : at + part.numel()].view(part.shape))
                 at += part.numel()
-        return found
+        return adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class RankService(Service):
 
     @inference
     def handle(self, message: Any) -> Iterable[Any]:
-        """Do what a message says."""
+        """Do what a message states."""
         if isinstance(message, Clear):
             self._epoch = message.epoch
             self._caches.clear()
@@ -95,7 +95,7 @@ class RankService(Service):
             self.ranks.joins.begin()
             return [message]
         if isinstance(message, Adapter):
-            self._adapters[message.number] = message.made(self.decoder)
+            self._adapters[message.number] = message.build(self.decoder)
         elif message.epoch == self._epoch:
             self._run(message)
         return ()
@@ -122,7 +122,7 @@ class RankService(Service):
 
 def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
     """Do the part of a run that belongs to another rank than 0."""
-    tokens, positions, slots, _, _, wanted = run.lists()
+    tokens, positions, slots, _, _, choice_rows = run.lists()
     hidden = decoder.embed_tokens(tokens) if run.embeds else run.hidden
     if run.start < run.stop:
         assert cache is not None, "layers without K and V"
@@ -130,5 +130,5 @@ def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequenc
         state.adapters = adapters
         hidden = decoder.run_layers(state, run.start, run.stop, cache).hidden
     if run.read:
-        rows = hidden[wanted] if len(wanted) else hidden
+        rows = hidden[choice_rows] if len(choice_rows) else hidden
         decoder.best(rows) if run.read == BEST else decoder.read(rows)

@@ -18,7 +18,7 @@ from ..api.assembly.models import TargetPart, compiled_layers, load_part, load_t
 from ..api.config import LLMConfig
 from ..api.split import Split, parse_cluster, parse_split
 from ..core.errors import ConfigError
-from ..model.joins import Joins, RankMemory
+from ..model.joins import Collectives, RankMemory
 from ..model.parallel import Ranks, Share
 from ..weights.files import fingerprint
 from ..weights.source import Source, resolve
@@ -51,35 +51,35 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
     usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
     where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
-    own = {"count": share.count, **asdict(part)}
-    ranks = _started(config, source, share, where, "rank", own)
+    facts = {"count": share.count, **asdict(part)}
+    ranks = _started(config, source, share, where, "rank", facts)
     torch.set_num_threads(where.threads or 1)
     return ranks
 
 
 def start_tracks(config: LLMConfig, source: Source) -> Ranks:
-    """Start the other tracks of a draft, a track a process. They join apart from the target's ranks.
+    """Start the other tracks of a draft, a track a process. They join separately from the target's ranks.
 
     Raises:
         CapabilityError: as of `start_ranks`.
     """
     share = track_share(source, 0)
     where = Placement(threads=max(1, len(cores()) // share.count))
-    own = {"name": str(source.folder), "dtype": source.quant or str(source.dtype).removeprefix("torch.")}
-    return _started(config, source, share, where, "track", own)
+    facts = {"name": str(source.folder), "dtype": source.quant or str(source.dtype).removeprefix("torch.")}
+    return _started(config, source, share, where, "track", facts)
 
 
 def _started(
-    config: LLMConfig, source: Source, share: Share, where: Placement, kind: str, own: Mapping[str, Any]
+    config: LLMConfig, source: Source, share: Share, where: Placement, kind: str, facts: Mapping[str, Any]
 ) -> Ranks:
-    """Start the processes of the others; ``own``: further arguments of ``kind``'s service."""
+    """Start the processes of the others; ``facts``: further arguments of ``kind``'s service."""
     memory = RankMemory(share.count)
     workers = []
     for rank in range(1, share.count):
         spec = WorkerSpec(
             name=f"{kind} {rank}",
             service=f"{__name__}:{kind}_service",
-            options={"options": options_of(config, source), "rank": rank, "memory": memory.path, **own},
+            options={"options": options_of(config, source), "rank": rank, "memory": memory.path, **facts},
             kinds=KINDS,
             expected=facts_of(source),
             placement=where,
@@ -94,7 +94,7 @@ def _started(
     return Ranks(share, joins, line)
 
 
-def _stop(workers: Sequence[Remote], memory: RankMemory, joins: Joins) -> None:
+def _stop(workers: Sequence[Remote], memory: RankMemory, joins: Collectives) -> None:
     end_all(workers)
     memory.close()
     joins.close()
@@ -113,7 +113,7 @@ def track_service(
     config = LLMConfig(**{**options, "device": device})
     source = resolve(name, dtype)
     share = track_share(source, rank)
-    decoder = load_track(config, source, Ranks(share, Joins.opened(memory, rank, share.count)))
+    decoder = load_track(config, source, Ranks(share, Collectives.opened(memory, rank, share.count)))
     return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
 
 
@@ -141,9 +141,9 @@ def rank_service(
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = config.resolve()
     part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
-    ranks = Ranks(share_of(config, source, rank, part), Joins.opened(memory, rank, count))
+    ranks = Ranks(share_of(config, source, rank, part), Collectives.opened(memory, rank, count))
     decoder = load_part(config, source, part, ranks)
-    layout, kind = kv_layout(config, decoder.own, source.dtype)
+    layout, kind = kv_layout(config, decoder.local, source.dtype)
     return RankService(decoder, layout, kind, facts_of(source))
 
 

@@ -11,13 +11,13 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-from ..core.errors import PacelineError, PassesLost
+from ..core.errors import PacelineError, WorkerRestarted
 from ..kv.ledger import SlotStore
 from ..kv.pool import KVPool
 from ..kv.store import KVStore
 from ..model.adapters import AdapterRange, LowRank
 from ..model.base import KVCache
-from ..model.joins import Joins
+from ..model.joins import Collectives
 from ..model.parallel import Run
 from .hanging import HangLimit
 from .rank_service import Adapter, Clear
@@ -36,11 +36,11 @@ class RankWorkers(Workers):
         joins: rank 0's.
     """
 
-    def __init__(self, workers: Sequence[Remote], joins: Joins) -> None:
+    def __init__(self, workers: Sequence[Remote], joins: Collectives) -> None:
         super().__init__(workers)
         self.joins, self._limit, self._all = joins, HangLimit(), range(len(workers))
         self.runs = 0  # that came through
-        self._epoch, self._clear = 0, True  # whether the ranks are to be told the epoch
+        self._epoch, self._clear = 0, True  # whether the ranks are to be sent the epoch
         self._begun = False  # a run, which has not come through
         self._rows, self._began = 0, 0.0  # of the run under way
         self._numbers, self._dropped, self._moves = count(), list[int](), list[tuple[int, list[int], list[int]]]()
@@ -48,16 +48,16 @@ class RankWorkers(Workers):
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
 
     def wait_ready(self) -> None:
-        """See `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
+        """Implement `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
         while any(worker.line is None for worker in self.workers):
-            with suppress(PassesLost):
+            with suppress(WorkerRestarted):
                 super().wait_ready()
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
-        """See `RankLine`; a run that was begun and broken off is lost, too."""
+        """Implement `RankLine`; a run that was begun and broken off is lost, too."""
         if self._begun:
             self._begun, self._clear = False, True
-            raise PassesLost("a pass of ranks was broken off")
+            raise WorkerRestarted("a pass of ranks was broken off")
         self._ready()
         number = -1 if cache is None else self._number(cache)
         ranges = [(self._sent(r.adapter), r.start, r.stop) for r in adapters]
@@ -77,14 +77,14 @@ class RankWorkers(Workers):
         self.joins.wait(self._limit.seconds(self._rows))
 
     def done(self) -> None:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         self._limit.note(self._rows, time.monotonic() - self._began)
         self._before.clear()
         self._begun = False
         self.runs += 1
 
     def lost(self) -> PacelineError:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         waited, self._begun, self._clear = time.monotonic() - self._began, False, True
         late = [i for i in self._all if not self.joins.came(i + 1)]
         self.joins.begin(lost=1)
@@ -98,14 +98,14 @@ class RankWorkers(Workers):
             self.look()
         except PacelineError as error:
             return error
-        return PassesLost("a rank was lost")
+        return WorkerRestarted("a rank was lost")
 
     def follow(self, pool: KVPool) -> None:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         pool.store = self.followed(pool.tensors, pool)
 
     def followed(self, store: KVStore, cache: KVCache) -> SlotStore:
-        """See `RankLine`."""
+        """Implement `RankLine`."""
         return _Followed(store, self, self._number(cache))
 
     # -- what a run names
@@ -132,7 +132,7 @@ class RankWorkers(Workers):
     # -- faults
 
     def on_lost(self) -> None:
-        """See `Workers`."""
+        """Implement `Workers`."""
         self._begun, self._clear = False, True
 
     def _ready(self) -> None:
@@ -148,7 +148,7 @@ class RankWorkers(Workers):
         clear = Clear(self._epoch)
         self.send_to(self._all, clear)
         for index in self._all:
-            self.answer(index, lambda said: said == clear, CLEAR_S)
+            self.answer(index, lambda reply: reply == clear, CLEAR_S)
         self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
         self.joins.begin(lost=0)
         self._clear = False
@@ -157,8 +157,8 @@ class RankWorkers(Workers):
 class _Followed:
     """A pool's store whose moves other ranks make, too."""
 
-    def __init__(self, own: KVStore, line: RankWorkers, cache: int) -> None:
-        self._own, self._line, self._cache = own, line, cache
+    def __init__(self, store: KVStore, line: RankWorkers, cache: int) -> None:
+        self._own, self._line, self._cache = store, line, cache
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy K and V of slots of every layer."""

@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 PROBE_S = 5.0  # for the cluster's head to answer
 RESERVE_S = 60.0  # for bundles that fit to be free
 PLACED_S = 15.0  # for a host that leaves to be replaced by another one
-PIN = 0.001  # of a host's own resource: what stays on that host
+PIN = 0.001  # of a host's own resource: a place on that host
 PAGE = "docs/cluster.md"
 _ACTOR: Any = ray.remote(WorkerActor)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What one process gets of a host."""
+    """Describe what one process gets of a host."""
 
     cores: int
     gpus: int
@@ -55,8 +55,8 @@ class Bundle:
 
     def resources(self, host: str = "") -> dict[str, float]:
         """Return Ray's resources; on one host, where it is named."""
-        found = {"CPU": float(self.cores), "GPU": float(self.gpus), f"node:{host}": PIN if host else 0.0}
-        return {name: amount for name, amount in found.items() if amount}
+        amounts = {"CPU": float(self.cores), "GPU": float(self.gpus), f"node:{host}": PIN if host else 0.0}
+        return {name: amount for name, amount in amounts.items() if amount}
 
 
 # -- joining
@@ -67,53 +67,53 @@ def connect(cluster: ClusterConfig, insecure: bool) -> str:
 
     Args:
         cluster: which.
-        insecure: it may ask nobody for a token.
+        insecure: it may work without a token.
 
     Raises:
         ConfigError: no cluster is there, or one of another version of Ray or Python; a token that it does not take.
-        CapabilityError: it asks nobody for a token, or this process has none, unless that is said to be wanted.
+        CapabilityError: it needs no token, or this process has none, unless that is requested.
     """
-    asked = f"cluster={cluster.address!r}"
+    subject = f"cluster={cluster.address!r}"
     if not insecure and os.environ.get("RAY_AUTH_MODE") != "token":
         wrong = "this process gives no token: RAY_AUTH_MODE is not token"
-        raise CapabilityError(asked, wrong, f"set it as on the hosts ({PAGE}), or say insecure_cluster")
+        raise CapabilityError(subject, wrong, f"set it as on the hosts ({PAGE}), or say insecure_cluster")
     address = os.environ.get("RAY_ADDRESS", "auto") if cluster.address == "auto" else cluster.address
     if address != "auto":
-        _check_head(asked, address, insecure)
+        _check_head(subject, address, insecure)
     if not ray.is_initialized():
-        _join(asked, address)
+        _join(subject, address)
     if address == "auto":
-        _check_head(asked, ray.get_runtime_context().gcs_address, insecure)
+        _check_head(subject, ray.get_runtime_context().gcs_address, insecure)
     host: str = ray.util.get_node_ip_address()
     return host
 
 
-def _check_head(asked: str, address: str, insecure: bool) -> None:
+def _check_head(subject: str, address: str, insecure: bool) -> None:
     """Check that a cluster's head is there, accepts this process's token, and refuses clients without one."""
-    _probe(asked, address, _token())
-    if not insecure and _probe(asked, address, ""):
+    _probe(subject, address, _token())
+    if not insecure and _probe(subject, address, ""):
         wrong = "it asks nobody for a token: whoever reaches it runs code on all its hosts"
-        raise CapabilityError(asked, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or say insecure_cluster")
+        raise CapabilityError(subject, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or say insecure_cluster")
 
 
-def _join(asked: str, address: str) -> None:
+def _join(subject: str, address: str) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
         ray.init(address=address, **quiet)
         ray._private.worker._worker_logs_enabled = False  # it prints faults to stdout, where answers go
     except ray.exceptions.AuthenticationError as error:
-        raise ConfigError(asked, "this process has no token", f"set RAY_AUTH_TOKEN_PATH ({PAGE})") from error
+        raise ConfigError(subject, "this process has no token", f"set RAY_AUTH_TOKEN_PATH ({PAGE})") from error
     except RuntimeError as error:
         if "ersion" not in str(error):
-            raise ConfigError(asked, " ".join(str(error).split()), f"look at `ray status` ({PAGE})") from error
+            raise ConfigError(subject, " ".join(str(error).split()), f"look at `ray status` ({PAGE})") from error
         wrong = f"it has another Ray or Python than this process ({' '.join(str(error).split())})"
-        raise ConfigError(asked, wrong, "install the same versions on all hosts (constraints.txt)") from error
+        raise ConfigError(subject, wrong, "install the same versions on all hosts (constraints.txt)") from error
     except (ConnectionError, ValueError, SystemExit) as error:
         wrong = f"this host has not joined one ({' '.join(str(error).split())})"
-        raise ConfigError(asked, wrong, f"run `ray start` on this host first ({PAGE})") from error
+        raise ConfigError(subject, wrong, f"run `ray start` on this host first ({PAGE})") from error
 
 
-def _probe(asked: str, address: str, token: str) -> bool:
+def _probe(subject: str, address: str, token: str) -> bool:
     """Return whether a cluster's head answers a client with a token, or with none.
 
     Raises:
@@ -121,31 +121,31 @@ def _probe(asked: str, address: str, token: str) -> bool:
     """
     import grpc
 
-    given = [("authorization", f"Bearer {token}")] if token else None
+    metadata = [("authorization", f"Bearer {token}")] if token else None
     try:
         with grpc.insecure_channel(address) as channel:
             alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
-            said: bytes = alive(b"", timeout=PROBE_S, metadata=given)
+            reply: bytes = alive(b"", timeout=PROBE_S, metadata=metadata)
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
             if not token:
                 return False
             remedy = f"give all hosts the same one ({PAGE})"
-            raise ConfigError(asked, "it does not take this process's token", remedy) from error
+            raise ConfigError(subject, "it does not take this process's token", remedy) from error
         wrong = f"nobody answers at {address} ({error.code().name.lower()})"
         remedy = "start its head (`ray start --head`), check host, port and firewall"
-        raise ConfigError(asked, wrong, remedy) from error
-    version = re.search(rb"\d+\.\d+\.\d+\S*", said)
+        raise ConfigError(subject, wrong, remedy) from error
+    version = re.search(rb"\d+\.\d+\.\d+\S*", reply)
     if version is not None and version[0].decode(errors="replace").strip() != ray.__version__:
         wrong = f"it runs Ray {version[0].decode(errors='replace')}, and this process has {ray.__version__}"
-        raise ConfigError(asked, wrong, "install the same version on all hosts (constraints.txt)")
+        raise ConfigError(subject, wrong, "install the same version on all hosts (constraints.txt)")
     return True
 
 
 def _token() -> str:
     """Return this process's token, where Ray looks for it; empty: none."""
-    if given := os.environ.get("RAY_AUTH_TOKEN"):
-        return given.strip()
+    if variable := os.environ.get("RAY_AUTH_TOKEN"):
+        return variable.strip()
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
     with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
         return file.read().strip()
@@ -162,27 +162,27 @@ def hosts() -> dict[str, Mapping[str, float]]:
 
 def even_share(count: int) -> int:
     """Return the cores for each of so many processes, if all hosts get as many of them."""
-    found = hosts()
-    each = math.ceil(count / len(found))
-    return max(1, int(min(has.get("CPU", 0) for has in found.values()) // each))
+    cluster_hosts = hosts()
+    each = math.ceil(count / len(cluster_hosts))
+    return max(1, int(min(has.get("CPU", 0) for has in cluster_hosts.values()) // each))
 
 
-def check_fit(asked: str, bundles: Sequence[Mapping[str, float]]) -> None:
+def check_fit(subject: str, bundles: Sequence[Mapping[str, float]]) -> None:
     """Refuse bundles that this cluster never has room for.
 
     Raises:
         ConfigError: they do not fit, with what there is.
     """
-    left = [dict(has) for has in hosts().values()]
+    free = [dict(has) for has in hosts().values()]
     pinned_first = sorted(bundles, key=lambda bundle: not any(name.startswith("node:") for name in bundle))
-    for wanted in pinned_first:
-        room = [has for has in left if all(has.get(name, 0.0) >= amount for name, amount in wanted.items())]
+    for needed in pinned_first:
+        room = [has for has in free if all(has.get(name, 0.0) >= amount for name, amount in needed.items())]
         if not room:
             there = ", ".join(_has(has) for has in hosts().values())
             wrong = f"it has no room for all of {len(bundles)} processes, this one included; its hosts have {there}"
-            raise ConfigError(asked, wrong, "ask for fewer cores or stages, or let more hosts join")
+            raise ConfigError(subject, wrong, "ask for fewer cores or stages, or let more hosts join")
         fullest = min(room, key=lambda has: has.get("CPU", 0.0))
-        for name, amount in wanted.items():
+        for name, amount in needed.items():
             fullest[name] -= amount
 
 
@@ -191,7 +191,7 @@ def _has(has: Mapping[str, float]) -> str:
 
 
 class Reservation:
-    """Room for a model's workers, one after the other, and for who asks; given back with this object.
+    """Room for a model's workers, one after the other, and for the client; given back with this object.
 
     Args:
         cluster: which, and how workers are placed.
@@ -204,16 +204,16 @@ class Reservation:
     """
 
     def __init__(self, cluster: ClusterConfig, workers: int, bundle: Bundle, host: str) -> None:
-        asked = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
-        wanted = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
-        check_fit(asked, wanted)
+        subject = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
+        bundles = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
+        check_fit(subject, bundles)
         self.bundle, self.host = bundle, host
-        self._group = placement_group(wanted, strategy=cluster.place.upper())
+        self._group = placement_group(bundles, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
         if not self._group.wait(RESERVE_S):
             free = _has(ray.available_resources())
             wrong = f"others use it: {free} are free in all, for {RESERVE_S:g} s"
-            raise ConfigError(asked, wrong, "wait for them, ask for fewer cores, or let more hosts join")
+            raise ConfigError(subject, wrong, "wait for them, ask for fewer cores, or let more hosts join")
 
     def launch(self, index: int) -> Launch:
         """Return how the worker of one of the bundles is started."""
@@ -255,7 +255,7 @@ class _Actor(Handle):
         self._actor = reservation.actor(index)
         began = self._actor.run.remote(BEGIN.dump_json(self.begin), spec.placement.environment())
         self._done: Future[int] = began.future()
-        self._next_look = time.monotonic() + PLACED_S  # when to ask whether it has a place
+        self._next_look = time.monotonic() + PLACED_S  # when to check whether it has a place
 
     def beat(self) -> float | None:
         beat = super().beat()

@@ -37,7 +37,7 @@ class WorkerFailed(PacelineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a worker is waited for, and how it is started again; in seconds."""
+    """Describe how long a worker is waited for, and how it is started again; in seconds."""
 
     start_s: float = 120.0  # from its start to its hello
     silent_s: float = 10.0  # without a heartbeat, after which it is taken for dead
@@ -49,7 +49,7 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What a worker is to be."""
+    """Describe what a worker is to be."""
 
     name: str
     service: str  # "module:function" that makes a `Service`; called with ``device`` and the options
@@ -116,11 +116,11 @@ class LocalHandle(Handle):
             self._process.stdin.flush()
 
     def poll(self) -> int | None:
-        """See `Handle`."""
+        """Implement `Handle`."""
         return self._process.poll()
 
     def end(self) -> None:
-        """See `Handle`."""
+        """Implement `Handle`."""
         super().end()
         self._process.kill()
         assert self._process.stdin is not None
@@ -286,8 +286,8 @@ class Remote:
         if isinstance(hello, Fault):
             self.failed(f"failed at its start: {hello.why}")
         elif isinstance(hello, Refused):
-            asked = f"{hello.asked}, for {self.spec.name} on {hello.host}" if hello.host else hello.asked
-            self._refuse(ConfigError(asked, hello.wrong, hello.remedy))
+            subject = f"{hello.subject}, for {self.spec.name} on {hello.host}" if hello.host else hello.subject
+            self._refuse(ConfigError(subject, hello.wrong, hello.remedy))
         elif isinstance(hello, Hello):
             try:
                 name = f"{self.spec.name} on {hello.host}" if hello.host else self.spec.name
@@ -297,7 +297,7 @@ class Remote:
             self.line, self.hello, self._since = handle.line, hello, self._clock.now()
 
     def _refuse(self, error: ConfigError) -> None:
-        self._refused = copy(error)  # what is raised holds frames, and they hold this worker
+        self._refused = copy(error)  # the exception holds frames, and they hold this worker
         self._end()
         raise error
 

@@ -3,7 +3,7 @@
     Describe   what the engine serves; is answered by `Description`
     Submit     a request; is answered by `Accepted` or `Rejected`, and then by its chunks in `Updates`
     Abort      the end of a request; has no answer
-    Look       counters; is answered by `Looked`
+    StatsRequest  counters; is answered by `StatsReply`
 
 A step's chunks of all requests are one message. Nothing here needs torch: the process that speaks HTTP has none.
 """
@@ -23,7 +23,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an engine serves, and all that is needed to make ids of text without its process."""
+    """Describe what an engine serves, and all that is needed to make ids of text without its process."""
 
     model: str
     max_model_len: int
@@ -49,10 +49,10 @@ class Submit:
     priority: int = 0
     deadline_s: float | None = None
     speculation: dict[str, Any] | None = None  # fields of `Speculation`
-    said: list[list[int]] = field(default_factory=list)  # of each sample, by an engine that was lost; not told again
-    shows: Literal["", "origins", "steps"] = ""  # what chunks have in `Shown`
-    taken: bool = False  # by an engine that was lost: a full queue does not refuse it
-    store: bool = True  # whether it may be learned from, where anybody learns
+    resume_tokens: list[list[int]] = field(default_factory=list)  # by sample, of a lost engine; not sent again
+    shows: Literal["", "origins", "steps"] = ""  # fields of chunks in `Shown`
+    admitted: bool = False  # by an engine that was lost: a full queue does not refuse it
+    store: bool = True  # whether it may be learned from, where a learner runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +74,32 @@ class Rejected:
     """A request that cannot be answered: the three parts of the error."""
 
     id: str
-    asked: str
+    subject: str
     wrong: str
     remedy: str
-    full: bool = False  # as many requests wait as may: it may be asked again
+    full: bool = False  # the queue is full: send it again later
 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What a step brought: chunks without origins and prompt; outputs have neither prompt nor samples."""
+    """Describe what a step brought: chunks without origins and prompt; outputs have neither prompt nor samples."""
 
     chunks: list[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StatsRequest:
     """Request the engine's statistics."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class StatsReply:
     """Its counters."""
 
     id: str
     counters: dict[str, Any]
 
 
-KINDS = Describe, Description, Submit, Abort, Accepted, Rejected, Updates, Look, Looked
+KINDS = Describe, Description, Submit, Abort, Accepted, Rejected, Updates, StatsRequest, StatsReply

@@ -20,7 +20,7 @@ from .wire import Codec, Line, MessageError, connected, use_folder_of
 
 
 class Service:
-    """What a worker does."""
+    """Describe what a worker does."""
 
     kinds: Sequence[type[Any]]  # messages of both directions
     facts = Facts()
@@ -85,7 +85,7 @@ def serve(service: Service, line: Line, progress: Progress | None = None) -> NoR
 
 
 def answer(begin: Begin, host: str = "") -> int:
-    """Build the service, say hello and serve; return an exit status where that cannot be.
+    """Build the service, send a greeting and serve; return an exit status where that cannot be.
 
     Args:
         begin: what it is.
@@ -99,7 +99,7 @@ def answer(begin: Begin, host: str = "") -> int:
         try:
             service: Service = resolve_name(begin.service)(device=begin.device, **begin.options)
         except ConfigError as error:
-            line.send(Refused(error.asked, error.wrong, error.remedy, host))
+            line.send(Refused(error.subject, error.wrong, error.remedy, host))
             return 2
         except Exception as error:
             traceback.print_exc()

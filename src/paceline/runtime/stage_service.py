@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from ..core.errors import PassesLost
+from ..core.errors import WorkerRestarted
 from ..core.inference import inference
 from ..model.stages import Frame, Stage
 from .clock import Late
@@ -49,7 +49,7 @@ class StageService(Service):
     def handle(self, message: Any) -> Iterable[Any]:
         """Note verdicts, or begin an epoch."""
         if isinstance(message, Verdicts):
-            for request, version, alive in message.told:
+            for request, version, alive in message.survivors:
                 self.stage.tell(request, version, frozenset(alive))
             for request in message.closed:
                 self.stage.close(request)
@@ -83,7 +83,7 @@ class StageService(Service):
         began = time.monotonic()
         try:
             frame = self.stage.run(frame_of(message, self.stage.decoder.device))
-        except PassesLost as error:
+        except WorkerRestarted as error:
             return (Dropped(message.epoch, str(error)),)
         self._computed = frame, max(message.seconds, time.monotonic() - began)
         return ()

@@ -90,13 +90,13 @@ def place(split: Split, device: str, hosts: ClusterHosts | None = None) -> list[
         log.warning("%d stages share %d GPUs: those on the same one wait for each other", count, len(set(devices)))
     if not split.cores:
         threads = split.threads or max(1, len(cores()) // count)
-        return [Placement(threads=threads, device=own) for own in devices]
-    each, left = divmod(len(split.cores), count)
-    if left or not each:
+        return [Placement(threads=threads, device=part) for part in devices]
+    each, remainder = divmod(len(split.cores), count)
+    if remainder or not each:
         wrong = f"{len(split.cores)} cores cannot be shared evenly by {count} stages"
         raise ConfigError(f"pipeline cores={written(split.cores)}", wrong, "name as many for every stage, in order")
     shares = [split.cores[i * each : (i + 1) * each] for i in range(count)]
-    return [Placement(cores=own, threads=split.threads, device=at) for own, at in zip(shares, devices, strict=True)]
+    return [Placement(cores=part, threads=split.threads, device=at) for part, at in zip(shares, devices, strict=True)]
 
 
 def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Placement, source: Source) -> WorkerSpec:
@@ -136,15 +136,15 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     source = config.resolve()
     layers, where = source.shape.num_layers, parse_device(device)
     if not 0 <= start < stop <= layers:
-        asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
-        raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
+        subject = f"a stage of layers {start} to {stop - 1} of {config.model}"
+        raise ConfigError(subject, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
     part = TargetPart((start, stop), ends=False)
     if config.tensor_parallel > 1:  # they share the threads that this process was given
-        own = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
-        decoder = load_ranks(own, source, part, start_ranks(own, source, part))
+        stage_config = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
+        decoder = load_ranks(stage_config, source, part, start_ranks(stage_config, source, part))
     else:
         decoder = load_part(config, source, part)
-    shape, kind = kv_layout(config, decoder.own, source.dtype)
+    shape, kind = kv_layout(config, decoder.local, source.dtype)
     store = KVStore(*shape, slots, kind, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source, bool(config.exact)))
 

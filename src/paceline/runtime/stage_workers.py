@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 import zmq
 
-from ..core.errors import PassesLost
+from ..core.errors import WorkerRestarted
 from ..model.stages import Frame, Stage
 from . import hanging
 from .clock import Late
@@ -101,15 +101,15 @@ class StageWorkers(Workers):
         self._in_flight = InFlight(self.count)
         self._limit = hanging.HangLimit()
         self._late = 0  # frames in a row that were lost, and no stage was at fault
-        self._clear = True  # whether the stages are to be told the epoch
+        self._clear = True  # whether the stages are to be sent the epoch
         self._waits: set[int] = set()  # stages whose `Ready` is awaited
         self._ranks_s = 0.0 if last.decoder.ranks is None else RANKS_S
 
     def tick(self, entering: Frame | None) -> Frame | None:
-        """See `StageLine`.
+        """Implement `StageLine`.
 
         Raises:
-            PassesLost: a stage was lost; what is in flight does not count any more, nor what the stages' K/V holds.
+            WorkerRestarted: a stage was lost; frames in flight and the stages' K/V are void.
             WorkerFailed: a second one in a row.
             ConfigError: one that came back is not what it was.
         """
@@ -130,10 +130,10 @@ class StageWorkers(Workers):
         return out
 
     def rest(self) -> bool:
-        """See `StageLine`."""
-        left = self._in_flight.rest_s()
-        time.sleep(left)
-        return left > 0
+        """Implement `StageLine`."""
+        rest_s = self._in_flight.rest_s()
+        time.sleep(rest_s)
+        return rest_s > 0
 
     def _embedded(self, frame: Frame) -> Frame:
         if not frame.rows:
@@ -143,7 +143,7 @@ class StageWorkers(Workers):
         return replace(frame, hidden=decoder.embed_tokens(tokens))
 
     def _arrived(self, due: Sent) -> Frame:
-        """Wait for what is left of a frame after the stages before the last one."""
+        """Wait for the rest of a frame after the stages before the last one."""
         began = time.monotonic()
         while True:
             try:
@@ -170,10 +170,10 @@ class StageWorkers(Workers):
         if self._late > 1:
             self._late = 0
             raise WorkerFailed(f"{why}, twice in a row, and each stage is well")
-        raise PassesLost(why)
+        raise WorkerRestarted(why)
 
     def look(self) -> None:
-        """See `Workers`; a stage that lost its K/V has its passes lost, too."""
+        """Implement `Workers`; a stage that lost its K/V has its passes lost, too."""
         for index in range(len(self.workers)):
             self._read(index, 0)
         super().look()
@@ -184,15 +184,15 @@ class StageWorkers(Workers):
             self._waits.discard(index)
         elif isinstance(message, Dropped) and message.epoch == self.last.epoch:
             self.faults.append(f"worker {self.workers[index].spec.name}: {message.why}")
-            raise PassesLost(self.faults[-1])
+            raise WorkerRestarted(self.faults[-1])
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """See `StageLine`."""
+        """Implement `StageLine`."""
         self.last.tell(request, version, alive)
-        self._send_all(Verdicts(told=[(request, version, sorted(alive))]))
+        self._send_all(Verdicts(survivors=[(request, version, sorted(alive))]))
 
     def close(self, request: int) -> None:
-        """See `StageLine`."""
+        """Implement `StageLine`."""
         self.last.close(request)
         self._send_all(Verdicts(closed=[request]))
 
@@ -202,7 +202,7 @@ class StageWorkers(Workers):
                 self.try_send(index, message)
 
     def clear(self) -> int:
-        """See `StageLine`; the stages hear of it before the next tick."""
+        """Implement `StageLine`; the stages learn of it before the next tick."""
         self.last.forget(self.last.epoch + 1)
         self._in_flight = InFlight(self.count)
         self._clear = True

@@ -1,7 +1,7 @@
 """Several workers all of which are needed for a pass, such as a target's stages or ranks.
 
-One that is lost is named and started again. Its K/V is gone, and so `PassesLost` has the engine compute that of all
-requests again, from their tokens. Where the same one is lost again before a pass has come through, they end
+One that is lost is named and started again. Its K/V is gone, so `WorkerRestarted` makes the engine compute that of all
+requests again from their tokens. Where the same one is lost again before a pass has come through, they end
 (`WorkerFailed`).
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..core.errors import PassesLost
+from ..core.errors import WorkerRestarted
 from .remote import LOOK_S, Remote, Timeouts, WorkerFailed, receive, send
 
 SEND_S = 3.0  # for which one may take no message
@@ -57,7 +57,7 @@ class Workers:
         """Look after all of them.
 
         Raises:
-            PassesLost: one was lost since the last look.
+            WorkerRestarted: one was lost since the last look.
             WorkerFailed: a second time in a row.
             ConfigError: as of `Remote.poll`.
         """
@@ -74,7 +74,7 @@ class Workers:
         again = self._before.intersection(lost)
         if not again:
             self._before.update(lost)
-            raise PassesLost("; ".join(self.faults[-len(lost) :]))
+            raise WorkerRestarted("; ".join(self.faults[-len(lost) :]))
         self._before.clear()
         first, second = self.workers[min(again)].faults[-2:]
         raise WorkerFailed(f"{second}; before that: {first}; two failures in a row end the requests")
@@ -100,7 +100,7 @@ class Workers:
         worker = self.workers[index]
         if worker.line is None:
             self.look()
-            raise PassesLost(f"worker {worker.spec.name} is not there")
+            raise WorkerRestarted(f"worker {worker.spec.name} is not there")
 
     def try_send(self, index: int, message: Any) -> None:
         """Send one of them a message, if it is there; where it is gone, the next look finds it."""

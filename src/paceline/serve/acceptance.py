@@ -26,7 +26,7 @@ def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
         **{name: stats[name] for name in ("passes", "drafted", "accepted")},
         "mean_accepted_length": 1 + accepted / passes if passes else 1.0,
         "acceptance_rate": accepted / stats["drafted"] if stats["drafted"] else 0.0,
-        "by_depth": [kept / tries if tries else 0.0 for kept, tries in offered],
+        "by_depth": [hits / tries if tries else 0.0 for hits, tries in offered],
         "by_source": {
             name: {
                 "drafted": part["drafted"],
@@ -39,17 +39,17 @@ def _acceptance(stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def add_shown(into: dict[str, Any], wanted: bool | SpeculationChoice | None, chunk: Chunk) -> None:
+def add_shown(into: dict[str, Any], choice: bool | SpeculationChoice | None, chunk: Chunk) -> None:
     """Add to an answer the sources of a chunk's tokens, where the request sets ``provenance`` or ``trace``.
 
     ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the
     draft it was. ``trace``: of each step the tree, the accepted path, what the budget chose, and times.
     """
-    if chunk.shown is None or not isinstance(wanted, SpeculationChoice):
+    if chunk.shown is None or not isinstance(choice, SpeculationChoice):
         return
-    if wanted.provenance:
+    if choice.provenance:
         names = ("token", "source", "depth")
         origins = (dict(zip(names, one, strict=True)) for one in chunk.shown.origins)
         into.setdefault("provenance", []).extend(origins)
-    if wanted.trace:
+    if choice.trace:
         into.setdefault("trace", []).extend(chunk.shown.steps or ())

@@ -113,10 +113,10 @@ class Choices(Reply):
 
     def _chunk(self, choice: Choice, place: int) -> dict[str, Any]:
         """Return the chunk of a choice."""
-        found = {**self._head, "object": self._names[1], "choices": [choice]}
+        chunk_body = {**self._head, "object": self._names[1], "choices": [choice]}
         if self._body.stream_options is not None and self._body.stream_options.continuous_usage_stats:
-            found["usage"] = usage([self.answers[place]])
-        return found
+            chunk_body["usage"] = usage([self.answers[place]])
+        return chunk_body
 
     def take(self, place: int, chunk: Chunk) -> Iterable[Event]:
         """Add a piece, see `Reply`."""
@@ -142,16 +142,16 @@ class Choices(Reply):
     def _prompt(self, place: int) -> dict[str, Any]:
         """Return what the request needs of a prompt: its ids, and at the end its log-probabilities."""
         answer = self.answers[place]
-        found: dict[str, Any] = {"prompt_token_ids": answer.asked.ids} if self._body.return_token_ids else {}
+        fields: dict[str, Any] = {"prompt_token_ids": answer.submission.ids} if self._body.return_token_ids else {}
         if answer.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = rows = list[dict[str, Any] | None]()
+            fields["prompt_logprobs"] = rows = list[dict[str, Any] | None]()
             for row in answer.prompt_logprobs:
-                told = {
+                entries = {
                     str(token): {"logprob": max(p.logprob, LEAST_LOGPROB), "rank": p.rank, "decoded_token": p.decoded}
                     for token, p in (row or {}).items()
                 }
-                rows.append(told if row is not None else None)
-        return found
+                rows.append(entries if row is not None else None)
+        return fields
 
     def _add(self, choice: Choice, chunk: Chunk) -> None:
         """Add to a choice what chat and completions have of a piece, next to its text."""

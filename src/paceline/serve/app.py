@@ -125,9 +125,9 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             content = {"application/json": {"schema": {"$ref": where.format(model=form.__name__)}}}
             page["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         for methods in page["paths"].values():
-            for said in methods.values():
-                said["responses"].pop("422", None)
-                said["responses"] |= {status: {"description": "an error"} for status in REFUSALS}
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+                operation["responses"] |= {status: {"description": "an error"} for status in REFUSALS}
         app.openapi_schema = page
     return app.openapi_schema
 

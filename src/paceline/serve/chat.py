@@ -31,7 +31,7 @@ def prompt_of(server: Server, body: ChatRequest) -> tuple[list[int], ToolUse | N
     """
     use = tool_use(body, server.texts, server.config.tool_parser)
     try:
-        return server.texts.conversation(body, None if use is None else use.told), use
+        return server.texts.conversation(body, None if use is None else use.definitions), use
     except ConfigError as error:
         place = field_of("messages", error) or "messages"
         raise APIError(400, str(error), place, "invalid_value") from error
@@ -78,22 +78,22 @@ class _ChatReply(Choices):
 
     def _parts(self, place: int, chunk: Chunk) -> list[Choice]:
         """Return the choices of a piece, see `Choices`."""
-        reader, found = self._readers[chunk.index], list[Choice]()
+        reader, choices = self._readers[chunk.index], list[Choice]()
         for text in reader.read(chunk):
             delta: dict[str, Any] = {"content": text}
             if text is None:
                 delta = {"tool_calls": [{"index": len(reader.calls) - 1, **_call(reader.calls[-1])}]}
-            found.append(_choice(chunk.index, delta))
-        if not found:
-            found.append(_choice(chunk.index, {"content": ""} if chunk.token_ids and not self._tools else {}))
-        choice = found[-1]
+            choices.append(_choice(chunk.index, delta))
+        if not choices:
+            choices.append(_choice(chunk.index, {"content": ""} if chunk.token_ids and not self._tools else {}))
+        choice = choices[-1]
         self._add(choice, chunk)
         if choice["finish_reason"] == "stop" and reader.calls and not reader.named:  # it called of its own will
             choice["finish_reason"] = "tool_calls"
         if chunk.logprobs is not None:
             rows = [self._row(row, token) for row, token in zip(chunk.logprobs, chunk.token_ids, strict=True)]
             choice["logprobs"] = {"content": rows, "refusal": None}
-        return found
+        return choices
 
     def whole(self) -> dict[str, Any]:
         """Return the answer, see `Reply`."""
@@ -108,7 +108,7 @@ class _ChatReply(Choices):
     def _row(self, row: dict[int, Logprob], token: int) -> dict[str, Any]:
         """Return the log-probabilities of a token and of the likeliest."""
         likeliest = sorted(row, key=lambda number: row[number].rank)[: self._most]
-        own, *others = (
+        chosen, *others = (
             {
                 "token": row[number].decoded or "",
                 "logprob": max(row[number].logprob, LEAST_LOGPROB),
@@ -116,7 +116,7 @@ class _ChatReply(Choices):
             }
             for number in [token, *likeliest]
         )
-        return {**own, "top_logprobs": others}
+        return {**chosen, "top_logprobs": others}
 
 
 def _call(call: dict[str, str]) -> dict[str, Any]:

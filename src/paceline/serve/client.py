@@ -30,9 +30,9 @@ from ..runtime.requests import (
     Accepted,
     Describe,
     Description,
-    Look,
-    Looked,
     Rejected,
+    StatsReply,
+    StatsRequest,
     Submit,
     Updates,
 )
@@ -59,7 +59,7 @@ class TooMany(PacelineError):
 class OpenRequest:
     """A request in flight; made on the event loop."""
 
-    asked: Submit
+    submission: Submit
     accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     take: Callable[[list[Chunk]], object] | None = None  # is given what comes; None: nobody follows yet
@@ -71,11 +71,11 @@ class OpenRequest:
 
     def resumed(self) -> Submit:
         """Return the request that continues it at another engine."""
-        deadline_s = self.asked.deadline_s
+        deadline_s = self.submission.deadline_s
         if deadline_s is not None:
             deadline_s = max(LEAST_S, deadline_s - (time.monotonic() - self.since))
         tokens = self.tokens if any(self.tokens) else []
-        return replace(self.asked, said=tokens, taken=self.accepted.done(), deadline_s=deadline_s)
+        return replace(self.submission, resume_tokens=tokens, admitted=self.accepted.done(), deadline_s=deadline_s)
 
     def new(self, chunk: Chunk) -> Chunk | None:
         """Return the part of a chunk that an earlier engine has not sent; None: nothing."""
@@ -201,7 +201,7 @@ class EngineClient:
 
     # -- requests
 
-    async def submit(self, asked: Submit) -> OpenRequest:
+    async def submit(self, submission: Submit) -> OpenRequest:
         """Queue a request; `follow` gives its answer. A seed is chosen where none is given.
 
         Raises:
@@ -211,15 +211,15 @@ class EngineClient:
         """
         if not self.ready:
             raise self._down()
-        if asked.params.get("seed") is None:
-            asked = replace(asked, params={**asked.params, "seed": secrets.randbits(63)})
-        one = OpenRequest(asked, tokens=[[] for _ in range(asked.params.get("n", 1))])
-        self._open[asked.id] = one
-        self._send(asked)
+        if submission.params.get("seed") is None:
+            submission = replace(submission, params={**submission.params, "seed": secrets.randbits(63)})
+        one = OpenRequest(submission, tokens=[[] for _ in range(submission.params.get("n", 1))])
+        self._open[submission.id] = one
+        self._send(submission)
         try:
             await one.accepted
         except BaseException:
-            self.abort(asked.id)
+            self.abort(submission.id)
             raise
         return one
 
@@ -251,9 +251,9 @@ class EngineClient:
         """
         if self._engine is None:
             raise self._down()
-        asked = Look(secrets.token_hex(8))
-        waiting = self._looks[asked.id] = asyncio.get_running_loop().create_future()
-        self._send(asked)
+        request = StatsRequest(secrets.token_hex(8))
+        waiting = self._looks[request.id] = asyncio.get_running_loop().create_future()
+        self._send(request)
         return await waiting
 
     def _down(self) -> EngineDown:
@@ -275,9 +275,9 @@ class EngineClient:
                 one.accepted.set_result(None)
         elif isinstance(message, Rejected):
             if (one := self._open.pop(message.id, None)) is not None:
-                refused = ConfigError(message.asked, message.wrong, message.remedy)
+                refused = ConfigError(message.subject, message.wrong, message.remedy)
                 one.fail(TooMany(message.wrong) if message.full else refused)
-        elif isinstance(message, Looked):
+        elif isinstance(message, StatsReply):
             if (waiting := self._looks.pop(message.id, None)) is not None and not waiting.done():
                 waiting.set_result(message.counters)
         elif isinstance(message, Description):
@@ -319,7 +319,7 @@ class EngineClient:
         for one in [*self._open.values()]:
             one.lives += 1
             if one.lives > MOST_LIVES:
-                del self._open[one.asked.id]
+                del self._open[one.submission.id]
                 one.fail(EngineDown(f"{MOST_LIVES} engines have failed while this request was in flight"))
             else:
                 self._send(one.resumed())

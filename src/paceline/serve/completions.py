@@ -50,7 +50,7 @@ class _CompletionReply(Choices):
 
     def __init__(self, server: Server, answers: list[Answer], body: CompletionRequest) -> None:
         super().__init__(answers, body, "cmpl", ("text_completion", "text_completion"))
-        texts = [server.texts.decode(a.asked.ids, skip_special=True) if body.echo else "" for a in answers]
+        texts = [server.texts.decode(a.submission.ids, skip_special=True) if body.echo else "" for a in answers]
         self._echoes = [text for text in texts for _ in range(self.samples)]  # of each choice
         self._logprobs, self._echo, self._texts = body.logprobs, body.echo, server.texts
         self._special = {*server.texts.special.values()}  # tokens without text
@@ -81,24 +81,24 @@ class _CompletionReply(Choices):
             choice |= self._prompt(index // self.samples)
             if self._echo and self._logprobs is not None:
                 self._offsets[index] = 0
-                rows = zip(answer.asked.ids, answer.prompt_logprobs or (), strict=True)
+                rows = zip(answer.submission.ids, answer.prompt_logprobs or (), strict=True)
                 texts = self._texts
-                told = [(token, row or {token: Logprob(0.0, 0, texts.decode([token]))}) for token, row in rows]
-                columns = self._columns(index, told)
+                entries = [(token, row or {token: Logprob(0.0, 0, texts.decode([token]))}) for token, row in rows]
+                columns = self._columns(index, entries)
                 columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
                 choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in columns.items()}
         return super().whole()
 
     def _columns(self, index: int, rows: list[tuple[int, dict[int, Logprob]]]) -> dict[str, list[Any]]:
         """Return tokens with their log-probabilities and those of the likeliest."""
-        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        columns: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, row in rows:
-            own = row[token]
-            others = [one for one in row.values() if one is own or one.rank <= (self._logprobs or 0)]
-            found["tokens"].append(own.decoded or "")
-            found["token_logprobs"].append(max(own.logprob, LEAST_LOGPROB))
-            found["top_logprobs"].append({one.decoded or "": max(one.logprob, LEAST_LOGPROB) for one in others})
-            found["text_offset"].append(self._offsets[index])
+            entry = row[token]
+            others = [one for one in row.values() if one is entry or one.rank <= (self._logprobs or 0)]
+            columns["tokens"].append(entry.decoded or "")
+            columns["token_logprobs"].append(max(entry.logprob, LEAST_LOGPROB))
+            columns["top_logprobs"].append({one.decoded or "": max(one.logprob, LEAST_LOGPROB) for one in others})
+            columns["text_offset"].append(self._offsets[index])
             if token not in self._special:
-                self._offsets[index] += len(own.decoded or "")
-        return found
+                self._offsets[index] += len(entry.decoded or "")
+        return columns

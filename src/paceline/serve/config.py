@@ -80,9 +80,9 @@ class ServeConfig:
             file = TEMPLATES / f"{self.chat_template}.jinja" if shipped else Path(self.chat_template)
             return file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            asked = f"--chat-template {self.chat_template}"
+            subject = f"--chat-template {self.chat_template}"
             remedy = f"name a text file, or one of: {', '.join(FAMILIES)}"
-            raise ConfigError(asked, f"it cannot be read ({error})", remedy) from error
+            raise ConfigError(subject, f"it cannot be read ({error})", remedy) from error
 
     def name_of(self, model: str) -> str:
         """Return a model's name for clients."""
@@ -99,9 +99,9 @@ class ServeConfig:
             return socket.create_server((self.host, self.port), family=family, backlog=1024)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or str(error)
-            asked = f"--host {self.host} --port {self.port}"
+            subject = f"--host {self.host} --port {self.port}"
             remedy = "name an address of this host and a free port"
-            raise ConfigError(asked, f"it cannot be had ({why})", remedy) from error
+            raise ConfigError(subject, f"it cannot be had ({why})", remedy) from error
 
     def keys(self) -> list[str]:
         """Return the keys of which a request must have one; empty: none is needed.
@@ -109,13 +109,13 @@ class ServeConfig:
         Raises:
             ConfigError: a file that others may read or without a key, or an address for others without keys.
         """
-        found = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+        keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
         if self.api_key_file is not None:
-            found += _keys_of(Path(self.api_key_file))
-        if not found and not self.no_keys and not _own(self.host):
+            keys += _keys_of(Path(self.api_key_file))
+        if not keys and not self.no_keys and not _own(self.host):
             remedy = f"give --api-key-file, set {KEYS_VARIABLE}, or add --no-keys"
             raise ConfigError(f"--host {self.host}", "others can reach it, and there are no keys", remedy)
-        return [] if self.no_keys else found
+        return [] if self.no_keys else keys
 
 
 def _own(host: str) -> bool:
@@ -127,14 +127,14 @@ def _own(host: str) -> bool:
 
 
 def _keys_of(file: Path) -> list[str]:
-    asked = f"--api-key-file {file}"
+    subject = f"--api-key-file {file}"
     try:
         mode, text = file.stat().st_mode, file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(asked, f"it cannot be read ({error})", "name a text file with one key a line") from error
+        raise ConfigError(subject, f"it cannot be read ({error})", "name a text file with one key a line") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(asked, "others may read it", f"chmod 600 {file}")
+        raise ConfigError(subject, "others may read it", f"chmod 600 {file}")
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
-        raise ConfigError(asked, "it has no key", "write one key a line")
+        raise ConfigError(subject, "it has no key", "write one key a line")
     return keys

@@ -98,8 +98,8 @@ class Server:
         if model is None or model == self.model:
             return None
         if model not in self.described.applications:
-            known = ", ".join([self.model, *self.described.applications])
-            message = f"there is no model {model[:200]!r}; these are served: {known}"
+            names = ", ".join([self.model, *self.described.applications])
+            message = f"there is no model {model[:200]!r}; these are served: {names}"
             raise APIError(404, message, "model", "model_not_found")
         return model
 
@@ -111,10 +111,10 @@ class Answer:
     """An answer while it comes; see `begin`."""
 
     def __init__(self, server: Server, one: OpenRequest, streams: bool, begun: float) -> None:
-        self.asked, self.prompt_tokens = one.asked, len(one.asked.ids)
-        self.model = one.asked.application or server.model  # its name for clients
-        self.samples: int = one.asked.params.get("n", 1)
-        self.name = f"{one.asked.params['seed']:x}{time.time_ns():x}"  # of the answer
+        self.submission, self.prompt_tokens = one.submission, len(one.submission.ids)
+        self.model = one.submission.application or server.model  # its name for clients
+        self.samples: int = one.submission.params.get("n", 1)
+        self.name = f"{one.submission.params['seed']:x}{time.time_ns():x}"  # of the answer
         self.completion_tokens = 0
         self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -125,7 +125,7 @@ class Answer:
 
     def abort(self) -> None:
         """End the request, if it has not ended."""
-        self._server.client.abort(self._one.asked.id)
+        self._server.client.abort(self._one.submission.id)
 
     async def into(self, take: Callable[[list[Chunk]], object]) -> None:
         """Have what comes taken, all that is there at once, until the end.
@@ -134,15 +134,15 @@ class Answer:
             APIError: the request failed, or took too long.
         """
 
-        def taken(chunks: list[Chunk]) -> None:
+        def take_chunks(chunks: list[Chunk]) -> None:
             for chunk in chunks:
                 self._took(chunk)
             take(chunks)
 
         # The engine keeps the deadline, and one that hangs is found out after `STUCK_S`.
-        left = max(0.0, self._begun + self._server.config.request_s + STUCK_S - time.monotonic())
+        rest_s = max(0.0, self._begun + self._server.config.request_s + STUCK_S - time.monotonic())
         try:
-            await asyncio.wait_for(self._server.client.follow(self._one, taken), left)
+            await asyncio.wait_for(self._server.client.follow(self._one, take_chunks), rest_s)
         except TimeoutError as error:
             raise APIError(504, f"the request took longer than {self._server.config.request_s:g} s") from error
         except (EngineDown, ConfigError) as error:
@@ -175,20 +175,20 @@ class Answer:
 
 def usage(answers: list[Answer]) -> dict[str, Any]:
     """Return the token counts of a request's answers so far, in OpenAI's form."""
-    prompt, said = sum(a.prompt_tokens for a in answers), sum(a.completion_tokens for a in answers)
+    prompt, completion = sum(a.prompt_tokens for a in answers), sum(a.completion_tokens for a in answers)
     cached = sum(a.stats.get("cached_prompt_tokens", 0) for a in answers)
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt,
-        "completion_tokens": said,
-        "total_tokens": prompt + said,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if any((a.asked.speculation or {}).get("prediction") for a in answers):
+    if any((a.submission.speculation or {}).get("prediction") for a in answers):
         read = [a.stats.get("sources", {}).get("prediction", {}) for a in answers]
         drafted, accepted = (sum(one.get(name, 0) for one in read) for name in ("drafted", "accepted"))
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-        found["completion_tokens_details"] = details
-    return found
+        counts["completion_tokens_details"] = details
+    return counts
 
 
 async def begin(
@@ -249,7 +249,7 @@ async def begin(
 
 def field_of(place: str, error: ConfigError) -> str | None:
     """Return the field of a request that an error of the engine is about; None: it is not about a single field."""
-    name, words = error.asked.partition("=")[0], error.asked.split()
+    name, words = error.subject.partition("=")[0], error.subject.split()
     if name.isidentifier():
         return name
     return place if "prompt" in words else "speculation" if "speculation" in words else None

@@ -76,6 +76,6 @@ class Guard:
         if not self._keys or path in OPEN:
             return
         bearer = headers.get(b"authorization", b"")
-        given = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        if not [key for key in self._keys if hmac.compare_digest(key, given)]:  # each is compared: constant time
+        key_sent = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        if not [key for key in self._keys if hmac.compare_digest(key, key_sent)]:  # each is compared: constant time
             raise APIError(401, "the key is missing or wrong: send authorization: Bearer KEY", code="invalid_api_key")

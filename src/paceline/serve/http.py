@@ -75,7 +75,7 @@ async def read(request: Request, kind: type[M], seconds: float = BODY_S) -> M:
 
 def _refusal(error: ValidationError) -> APIError:
     """Describe the first error in a body; of several accepted forms, compare with the nearest one."""
-    fault = max(error.errors(include_url=False, include_input=False), key=lambda found: len(found["loc"]))
+    fault = max(error.errors(include_url=False, include_input=False), key=lambda problem: len(problem["loc"]))
     forms = ("function-", "list[", "str", "int")  # of a field that has several, next to classes' names
     place = [part for part in map(str, fault["loc"]) if not part.startswith(forms) and not part[:1].isupper()]
     name = ".".join(place) or None

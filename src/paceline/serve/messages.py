@@ -143,8 +143,8 @@ class MessagesRequest(CountRequest):
 async def messages(server: Server, body: MessagesRequest) -> Response:
     """Answer a conversation, in Anthropic's form."""
     names = ("temperature", "top_p", "top_k", "seed", "speculation", "stream")
-    given: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
-    chat = _chat(body, {**given, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None})
+    options: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    chat = _chat(body, {**options, "max_tokens": body.max_tokens, "stop": body.stop_sequences or None})
     return await MessageReply(*await begin_chat(server, chat), body).respond(body.stream)
 
 
@@ -155,14 +155,14 @@ async def count_tokens(server: Server, body: CountRequest) -> Response:
 
 def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
     """Return the same request in OpenAI's form."""
-    told: list[dict[str, Any]] = []
+    chat_messages: list[dict[str, Any]] = []
     if body.system:
-        told.append({"role": "system", "content": _text(body.system)})
+        chat_messages.append({"role": "system", "content": _text(body.system)})
     for turn in body.messages:
-        told += _turn(turn)
+        chat_messages += _turn(turn)
     if body.tools is not None:
         names = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
-        functions = [{name: getattr(tool, own) for name, own in names.items()} for tool in body.tools]
+        functions = [{name: getattr(tool, source_name) for name, source_name in names.items()} for tool in body.tools]
         fields["tools"] = [{"type": "function", "function": function} for function in functions]
     choice = body.tool_choice
     if choice is not None:
@@ -173,9 +173,9 @@ def _chat(body: CountRequest, fields: dict[str, Any]) -> ChatRequest:
                 raise APIError(400, "tool_choice of type 'tool' must name a tool", "tool_choice")
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     last = body.messages[-1]
-    if last.role == "assistant" and not (told[-1].get("tool_calls") or fields.get("tools")):
+    if last.role == "assistant" and not (chat_messages[-1].get("tool_calls") or fields.get("tools")):
         fields["continue_final_message"] = True  # the beginning of the answer, as Anthropic has it
-    return checked(ChatRequest, {"model": body.model, "messages": told, **fields})
+    return checked(ChatRequest, {"model": body.model, "messages": chat_messages, **fields})
 
 
 def _turn(turn: Turn) -> list[dict[str, Any]]:
@@ -191,12 +191,12 @@ def _turn(turn: Turn) -> list[dict[str, Any]]:
     results = [block for block in turn.content if isinstance(block, ToolResultBlock)]
     if (calls and turn.role == "user") or (results and turn.role == "assistant"):
         raise APIError(400, "tool_use is for the assistant, tool_result for the user", "messages")
-    found: list[dict[str, Any]] = [
+    entries: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content or "")} for one in results
     ]
-    if texts or calls or not found:
-        found.append({"role": turn.role, "content": _text(texts), "tool_calls": calls or None})
-    return found
+    if texts or calls or not entries:
+        entries.append({"role": turn.role, "content": _text(texts), "tool_calls": calls or None})
+    return entries
 
 
 def _text(content: str | list[TextBlock]) -> str | list[dict[str, str]]:

@@ -43,8 +43,8 @@ async def model(request: Request, model: str) -> Response:
 def _card(server: Server, name: str) -> dict[str, Any]:
     parent = None if name == server.model else server.model
     most = server.described.max_model_len
-    found = {"id": name, "object": "model", "created": server.started, "owned_by": "paceline"}
-    return found | {"root": server.described.model, "parent": parent, "max_model_len": most}
+    card = {"id": name, "object": "model", "created": server.started, "owned_by": "paceline"}
+    return card | {"root": server.described.model, "parent": parent, "max_model_len": most}
 
 
 async def tokenize(server: Server, body: TokenizeRequest) -> Response:

@@ -110,8 +110,8 @@ class ToolParser:
     def _look_for_tag(self, last: bool) -> bool:
         content, tag, rest = self._text.partition(self._tag)
         if not tag and not last:  # its beginning may stand at the end
-            kept = next(n for n in range(len(self._tag) - 1, -1, -1) if content.endswith(self._tag[:n]))
-            content, rest = content[: len(content) - kept], content[len(content) - kept :]
+            held_back = next(n for n in range(len(self._tag) - 1, -1, -1) if content.endswith(self._tag[:n]))
+            content, rest = content[: len(content) - held_back], content[len(content) - held_back :]
         self._say_content(content)
         self._text = rest
         if tag:
@@ -125,13 +125,13 @@ class ToolParser:
             self._pass(1)
         elif self._text[0] != "{" and self._family == "mistral":
             head, brace, _ = self._text.partition("{")
-            found = _NAMED.fullmatch(head)
+            match = _NAMED.fullmatch(head)
             if not brace and not last and _MAY_BE_NAMED.fullmatch(head):
                 self._stage = "open"
                 return False
-            if not brace or found is None:
+            if not brace or match is None:
                 raise _Broken
-            self._name = found[1]
+            self._name = match[1]
             self._pass(len(head))
         return True
 

@@ -140,19 +140,19 @@ async def responses(server: Server, body: ResponsesRequest) -> Response:
 
 def _chat(body: ResponsesRequest) -> ChatRequest:
     """Return the same request as a chat."""
-    told: list[dict[str, Any]] = [] if body.instructions is None else [_message("system", body.instructions)]
+    turns: list[dict[str, Any]] = [] if body.instructions is None else [_message("system", body.instructions)]
     for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         if isinstance(item, InputMessage):
-            told.append(_message(item.role, item.content))
+            turns.append(_message(item.role, item.content))
         elif isinstance(item, FunctionOutput):
-            told.append(_message("tool", item.output) | {"tool_call_id": item.call_id})
+            turns.append(_message("tool", item.output) | {"tool_call_id": item.call_id})
         else:
-            if not told or "tool_calls" not in told[-1]:
-                told.append({"role": "assistant", "tool_calls": []})
+            if not turns or "tool_calls" not in turns[-1]:
+                turns.append({"role": "assistant", "tool_calls": []})
             function = {"name": item.name, "arguments": item.arguments}
-            told[-1]["tool_calls"].append({"id": item.call_id, "type": "function", "function": function})
+            turns[-1]["tool_calls"].append({"id": item.call_id, "type": "function", "function": function})
     names = ("temperature", "top_p", "seed", "parallel_tool_calls", "speculation", "priority", "store", "stream")
-    fields: dict[str, Any] = {name: given for name in names if (given := getattr(body, name)) is not None}
+    fields: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.tools is not None:
         functions = [tool.model_dump(exclude={"type"}) for tool in body.tools]
         fields["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -161,11 +161,11 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         fields["tool_choice"] = choice
-    if body.text is not None and (wanted := body.text.format) is not None:
-        schema = {"name": wanted.name, "schema": wanted.schema_} if wanted.type == "json_schema" else None
-        fields["response_format"] = {"type": wanted.type, "json_schema": schema}
-    own = {"model": body.model, "messages": told, "max_tokens": body.max_output_tokens}
-    return checked(ChatRequest, own | fields)
+    if body.text is not None and (form := body.text.format) is not None:
+        schema = {"name": form.name, "schema": form.schema_} if form.type == "json_schema" else None
+        fields["response_format"] = {"type": form.type, "json_schema": schema}
+    named = {"model": body.model, "messages": turns, "max_tokens": body.max_output_tokens}
+    return checked(ChatRequest, named | fields)
 
 
 def _message(role: str, content: str | list[ResponsePart]) -> dict[str, Any]:
@@ -188,13 +188,13 @@ class _ResponseReply(Reply):
         body, counts = self._body, None
         choice, names = body.tool_choice or "auto", "instructions max_output_tokens metadata temperature top_p"
         if ended := self._status != "in_progress":
-            said = usage([self.answer])
+            used = usage([self.answer])
             counts = {
-                "input_tokens": said["prompt_tokens"],
-                "input_tokens_details": said["prompt_tokens_details"] | {"cache_write_tokens": 0},
-                "output_tokens": said["completion_tokens"],
+                "input_tokens": used["prompt_tokens"],
+                "input_tokens_details": used["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": used["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": said["total_tokens"],
+                "total_tokens": used["total_tokens"],
             }
         return {
             **body.model_dump(by_alias=True, include={*names.split(), "truncation", "user"}),

@@ -139,11 +139,11 @@ class Sampling(SamplingFields, Ignored):
 
     def sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were set."""
-        found = {name: given for name in SamplingFields.model_fields if (given := getattr(self, name)) is not None}
+        options = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
         if self.logit_bias:
-            found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+            options["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         grammar = grammar_of(self.response_format, self.structured_outputs)
-        return found | ({"grammar": grammar} if grammar is not None else {})
+        return options | ({"grammar": grammar} if grammar is not None else {})
 
 
 class MessagePart(Strict):
@@ -170,11 +170,11 @@ class ChatMessage(Strict):
     def plain(self) -> dict[str, Any]:
         """Return the message as templates read it, except for parts of its content: see `core.contents`."""
         content = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
         calls = None if self.tool_calls is None else [_with_values(call) for call in self.tool_calls]
         others = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
         others["reasoning_content"] = self.reasoning_content
-        return found | {name: value for name, value in others.items() if value is not None}
+        return plain | {name: value for name, value in others.items() if value is not None}
 
 
 class Prediction(Strict):
@@ -281,21 +281,21 @@ class DetokenizeRequest(Strict):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-def grammar_of(wanted: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, str] | None:
+def grammar_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, str] | None:
     """Return the fields of the `Grammar` that a request names; None: it names none.
 
     Raises:
         APIError: none that can be read, or two at once.
     """
-    found: list[tuple[str, str, Any]] = []  # where it stands, its kind, its text
-    if wanted is not None and wanted.type != "text":
-        schema = None if wanted.json_schema is None else wanted.json_schema.schema_
-        if wanted.type == "json_schema" and schema is None:
+    sources: list[tuple[str, str, Any]] = []  # where it stands, its kind, its text
+    if form is not None and form.type != "text":
+        schema = None if form.json_schema is None else form.json_schema.schema_
+        if form.type == "json_schema" and schema is None:
             message = "the format 'json_schema' needs a schema: give one"
             raise APIError(400, message, "response_format.json_schema", "invalid_value")
-        found.append(("response_format", wanted.type, "" if wanted.type == "json_object" else schema))
+        sources.append(("response_format", form.type, "" if form.type == "json_object" else schema))
     if structured is not None:
-        given = {
+        texts = {
             "json_schema": structured.json_,
             "regex": structured.regex,
             "choice": structured.choice,
@@ -303,13 +303,13 @@ def grammar_of(wanted: ResponseFormat | None, structured: StructuredOutputs | No
             "structural_tag": structured.structural_tag,
             "json_object": "" if structured.json_object else None,
         }
-        found += [("structured_outputs", kind, text) for kind, text in given.items() if text is not None]
-    if len(found) > 1:
-        both = " and ".join(f"{place} ({kind})" for place, kind, _ in found)
-        raise APIError(400, f"two grammars at once: {both}; give one", found[1][0], "invalid_value")
-    if not found:
+        sources += [("structured_outputs", kind, text) for kind, text in texts.items() if text is not None]
+    if len(sources) > 1:
+        both = " and ".join(f"{place} ({kind})" for place, kind, _ in sources)
+        raise APIError(400, f"two grammars at once: {both}; give one", sources[1][0], "invalid_value")
+    if not sources:
         return None
-    [(place, kind, text)] = found
+    [(place, kind, text)] = sources
     fields = {"kind": kind, "text": text if isinstance(text, str) else json.dumps(text)}
     try:
         Grammar.read(fields)

@@ -98,7 +98,7 @@ class ServedTexts:
         _check_variables(variables, template)
         render = partial(renderer(), chat_template=template)
         try:
-            made: Any = render(
+            rendered: Any = render(
                 conversations=[as_read(messages, lambda probe: render(conversations=[probe], **self._special)[0][0])],
                 tools=tools,
                 continue_final_message=body.continue_final_message,
@@ -108,7 +108,7 @@ class ServedTexts:
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
             wrong = f"the model's template refuses them ({error})"
             raise ConfigError("these messages", wrong, "check roles") from error
-        return self.encode(str(made[0][0]), special=False)
+        return self.encode(str(rendered[0][0]), special=False)
 
 
 def _check_variables(names: Iterable[str], template: str) -> None:

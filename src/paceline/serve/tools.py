@@ -23,7 +23,7 @@ class ToolUse:
     """The effect of a request's tools on its answer."""
 
     family: str  # how calls are written
-    told: list[dict[str, Any]] | None  # what the template is given
+    definitions: list[dict[str, Any]] | None  # what the template is given
     grammar: dict[str, str] | None = None  # fields of a `Grammar` that makes calls valid
     tag: str | None = None  # the tag, where it is a special token, whose text must stay in the answer
     named: bool = False  # the request names the function to call
@@ -60,19 +60,19 @@ def tool_use(body: ChatRequest, texts: ServedTexts, parser: str) -> ToolUse | No
         message = "this model's chat template has no place for tools; start the server with --chat-template hermes"
         raise APIError(400, message, "tools", "unsupported_value")
     functions = {tool.function.name: tool.function for tool in body.tools}
-    told = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    listed = [tool.model_dump(exclude_none=True) for tool in body.tools]
     tag = TAGS[family] if TAGS[family] in texts.special else None
     if choice is None or choice == "auto":
         strict = [one for one in functions.values() if one.strict]
         grammar = bound(family, strict, tag) if strict else None
-        return ToolUse(family, told, grammar, tag)
-    wanted, many = list(functions.values()), body.parallel_tool_calls is not False
+        return ToolUse(family, listed, grammar, tag)
+    usable, many = list(functions.values()), body.parallel_tool_calls is not False
     if not isinstance(choice, str):
         if choice.function.name not in functions:
             message = f"tool_choice names {choice.function.name!r}; the tools are {', '.join(functions)}"
             raise APIError(400, message, "tool_choice", "invalid_value")
-        wanted, many = [functions[choice.function.name]], False
-    return ToolUse(family, told, calls(family, wanted, many, texts), tag, named=not isinstance(choice, str))
+        usable, many = [functions[choice.function.name]], False
+    return ToolUse(family, listed, calls(family, usable, many, texts), tag, named=not isinstance(choice, str))
 
 
 def calls(family: str, functions: list[Function], many: bool, texts: ServedTexts) -> dict[str, str]:

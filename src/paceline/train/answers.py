@@ -33,7 +33,7 @@ _REPEAT = "name another --out, or repeat the first command's settings"
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """Which prompts are taken, and how they are answered."""
+    """Describe which prompts are taken, and how they are answered."""
 
     limit: int | None = option(None, help="most prompts of each file; default: all", minimum=1)
     piece: int = option(384, help="most tokens of prompt and answer together", minimum=8, flag="--length")
@@ -50,15 +50,15 @@ def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[l
     Raises:
         ConfigError: the source has none.
     """
-    found = []
+    prompts = []
     for one in load_source(source, encoder):  # a dialogue's own prompt; of a text its beginning, at most half of it
         count = one.prompt or max(1, min(TEXT_PROMPT, len(one.tokens) // 2))
         if min(count, len(one.tokens)) < config.piece:
-            found.append([int(token) for token in one.tokens[:count]])
-    if not found:
+            prompts.append([int(token) for token in one.tokens[:count]])
+    if not prompts:
         raise ConfigError(f"data {source.file}", "it has no prompt that leaves room for an answer", "name another file")
-    order = np.random.default_rng(config.seed).permutation(len(found))[: config.limit]
-    return [found[i] for i in order.tolist()]
+    order = np.random.default_rng(config.seed).permutation(len(prompts))[: config.limit]
+    return [prompts[i] for i in order.tolist()]
 
 
 def write(
@@ -79,37 +79,37 @@ def write(
         target: fingerprint of who answers.
         batch: prompts handed over together: many more than are answered at a time, since the last ones wait for the
             longest answer.
-        say: told now and then how far it is.
+        say: called from time to time with the progress.
 
     Raises:
         ConfigError: another target or other settings made the file, or it cannot be written.
     """
     prompts = choose(source, encoder, config)
-    own, beside = making(source, config, target), sidecar(path)
+    facts, beside = making(source, config, target), sidecar(path)
     if not path.is_file() or not path.stat().st_size:
         with writing(f"answers {path}", "name another --out"):
-            beside.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+            beside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     else:
         try:
-            found = json.loads(beside.read_text("utf-8"))
+            stored = json.loads(beside.read_text("utf-8"))
         except (OSError, ValueError) as error:
             wrong = f"{beside.name}, which says what made them, cannot be read ({error})"
             raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
         wrong = "their {name} is {found!r}, this command's {own!r}"
-        require_same(f"answers {path}", {name: found.get(name) for name in own}, own, _REPEAT, wrong)
+        require_same(f"answers {path}", {name: stored.get(name) for name in facts}, facts, _REPEAT, wrong)
     done = count_answers(path, prompts)
-    began, made = perf_counter(), 0
+    began, tokens_written = perf_counter(), 0
     for start in range(done, len(prompts), batch):
         part = prompts[start : start + batch]
         marks = (f"{config.seed} {start + i}".encode() for i in range(len(part)))  # no two prompts share their noise
         seeds = [int.from_bytes(hashlib.sha256(one).digest()[:6], "little") for one in marks]
         answers = answer(part, seeds)
-        lines = [answer_line(encoder, ids, said) for ids, said in zip(part, answers, strict=True)]
+        lines = [answer_line(encoder, ids, answer_ids) for ids, answer_ids in zip(part, answers, strict=True)]
         with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
             handle.write("".join(lines))
-        made += sum(map(len, answers))
+        tokens_written += sum(map(len, answers))
         if (start + len(part)) * 10 // len(prompts) > start * 10 // len(prompts):  # a tenth more
-            speed = made / (perf_counter() - began)
+            speed = tokens_written / (perf_counter() - began)
             say(f"{start + len(part):,} of {len(prompts):,} answers in {path}, {speed:,.0f} tokens/s")
     return max(done, len(prompts))
 
@@ -121,17 +121,17 @@ def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, A
 
 
 def sidecar(path: Path) -> Path:
-    """Return the file next to ``path`` that says what made it."""
+    """Return the file next to ``path`` that states what made it."""
     return path.with_name(f"{path.name}.json")
 
 
-def answer_line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
-    """Return the line of one answer ``said`` to the prompt ``ids``."""
+def answer_line(encoder: Encoder, ids: Sequence[int], answer: Sequence[int]) -> str:
+    """Return the line of one ``answer`` to the prompt ``ids``."""
     record = {
         "prompt": encoder.tokenizer.decode(list(ids)),
-        "completion": encoder.tokenizer.decode(list(said), skip_special_tokens=True),
+        "completion": encoder.tokenizer.decode(list(answer), skip_special_tokens=True),
         "prompt_tokens": list(ids),
-        "completion_tokens": list(said),
+        "completion_tokens": list(answer),
     }
     return json.dumps(record, ensure_ascii=False) + "\n"
 

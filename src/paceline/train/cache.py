@@ -1,12 +1,12 @@
-"""What the target says after every token of the data, on disk: a run that finds it needs no target.
+"""What the target computes after every token of the data, on disk: a run that finds it needs no target.
 
 Kept are its likeliest next tokens, and for drafters that read states its last hidden states, too.
 
-What a target says after a token depends on the token's document alone, not on the row, step or run that takes it. So
+The target's outputs after a token depend on the token's document alone, not on the row, step or run that takes it. So
 a cache holds documents: a folder for each source, in it one record for each token, at the place that the token has in
-the source. A document is scored when the first run needs it, as far as that run reads it, and never again; files have
-holes where nothing was asked for yet. A document counts as scored once that is written after its records, so that a
-run that ends at any point leaves a cache to continue with.
+the source. A document is scored when the first run needs it, to the extent that that run reads it, and never again;
+files have holes where nothing was requested yet. A document counts as scored once that is written after its records, so
+that a run that ends at any point leaves a cache to continue with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .losses import TargetTop
 from .scoring import Scorer
 
 MADE, RECORDS, SCORED = "made.json", "records.bin", "scored.bin"
-REPORTS = 10  # how often it is said how far the scoring is
+REPORTS = 10  # how often it is reported how far the scoring is
 BATCH_TOKENS = 8192  # scored at a time
 
 
@@ -53,12 +53,12 @@ class CachedSource:
     starts: np.ndarray  # [examples + 1] places of the examples' first tokens in the run's numbering; the end
     scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
 
-    def keep(self, found: Mapping[int, np.ndarray]) -> None:
+    def keep(self, scored: Mapping[int, np.ndarray]) -> None:
         """Write the records of some examples' first tokens, and after them all that they count."""
-        for number, records in found.items():
+        for number, records in scored.items():
             at = (int(self.starts[number]) - int(self.starts[0])) * self.kind.itemsize
             _write(self.folder / RECORDS, at, records.tobytes())
-        for number, records in found.items():
+        for number, records in scored.items():
             self.scored[number] = len(records)
             _write(self.folder / SCORED, 4 * number, np.array([len(records)], dtype="<u4").tobytes())
 
@@ -69,7 +69,7 @@ Wish = tuple[int, int, np.ndarray]
 
 
 class TopCache:
-    """Likeliest tokens and, where asked for, last states by document, for the sources of a run; others' may lie in the
+    """Likeliest tokens and, where requested, last states by document, for the sources of a run; others' may lie in the
     folder.
 
     Args:
@@ -101,10 +101,10 @@ class TopCache:
         self.parts: list[CachedSource] = []
         self.examples: list[list[Example]] = []  # of each source, with their places
         first = 0
-        for (_, examples), own in zip(sources, keys, strict=True):
+        for (_, examples), source_key in zip(sources, keys, strict=True):
             starts = first + np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples])))
             self.examples.append([replace(e, place=int(at)) for e, at in zip(examples, starts, strict=False)])
-            self.parts.append(_open(folder, plain(own), starts, self.kind))
+            self.parts.append(_open(folder, plain(source_key), starts, self.kind))
             first = int(starts[-1])
         self._files: list[np.ndarray] = []  # of each part, once they are read
 
@@ -116,7 +116,7 @@ class TopCache:
         batches: Iterable[TokenBatch],
         say: Callable[[str], None],
     ) -> None:
-        """Score what the run reads in all of its batches and the cache lacks; how much it takes is said before a byte
+        """Score what the run reads in all of its batches and the cache lacks; the space needed is logged before a byte
         is written. The scorer is made where something is to be scored.
 
         Raises:
@@ -127,10 +127,10 @@ class TopCache:
             there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
             free, tokens = shutil.disk_usage(there).free, _tokens(wishes)
             size = tokens * self.kind.itemsize
-            wanted = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
-            say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e6:,.0f} MB are free")
+            space = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
+            say(f"cache {self.folder}: {tokens:,} tokens to score, {space}; {free / 1e6:,.0f} MB are free")
             if size > free:
-                wrong = f"what the model says takes {wanted}, and {free / 1e6:,.0f} MB are free"
+                wrong = f"what the model says takes {space}, and {free / 1e6:,.0f} MB are free"
                 raise StorageError(f"--cache {self.folder}", wrong, "free space, name another folder, or leave it out")
             remedy = "free space there, or train without --cache; what is scored is kept, the same command continues"
             with writing(f"--cache {self.folder}", remedy):
@@ -148,50 +148,50 @@ class TopCache:
             np.maximum.at(needs, numbers, places - starts[numbers] + 1)
         wishes: list[Wish] = []
         for index, examples in enumerate(self.examples):
-            own, needs = needs[: len(examples)], needs[len(examples) :]
-            for number in np.flatnonzero(own > self.parts[index].scored).tolist():
-                wishes.append((index, number, examples[number].tokens[: int(own[number])]))
+            lengths, needs = needs[: len(examples)], needs[len(examples) :]
+            for number in np.flatnonzero(lengths > self.parts[index].scored).tolist():
+                wishes.append((index, number, examples[number].tokens[: int(lengths[number])]))
         return sorted(wishes, key=lambda wish: len(wish[2]))
 
     def _score(self, scorer: Scorer, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         done, total, began = 0, _tokens(wishes), perf_counter()
         for group in _groups(wishes):
             before, done = done, done + _tokens(group)
-            states, said = scorer([tokens for _, _, tokens in group], self.top)
-            rows = np.empty(len(said.ids), dtype=self.kind)
-            rows["ids"], rows["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
+            states, top = scorer([tokens for _, _, tokens in group], self.top)
+            rows = np.empty(len(top.ids), dtype=self.kind)
+            rows["ids"], rows["log_probs"] = top.ids.cpu().numpy(), top.log_probs.cpu().numpy()
             if self.width:
                 rows["state"] = states.cpu().to(torch.bfloat16).view(torch.uint16).numpy()
             ends = np.cumsum([len(tokens) for _, _, tokens in group])[:-1]
-            made = list(zip(group, np.split(rows, ends), strict=True))
+            scored = list(zip(group, np.split(rows, ends), strict=True))
             for index, part in enumerate(self.parts):
-                part.keep({number: records for (source, number, _), records in made if source == index})
+                part.keep({number: records for (source, number, _), records in scored if source == index})
             if done * REPORTS // total > before * REPORTS // total:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 
     # -- reading
 
-    def said(self, batch: TokenBatch) -> TargetTop:
-        """As `Features.said`.
+    def targets(self, batch: TokenBatch) -> TargetTop:
+        """Override `Features.targets`.
 
         Raises:
             ConfigError: the cache has lost what a token needs.
         """
-        found = self._read(batch.places[batch.weights > 0], ["ids", "log_probs"])
+        records = self._read(batch.places[batch.weights > 0], ["ids", "log_probs"])
         device = batch.tokens.device
-        ids = torch.from_numpy(found["ids"].astype(np.int64)).to(device)
-        return TargetTop(ids, torch.from_numpy(found["log_probs"].astype(np.float32)).to(device))
+        ids = torch.from_numpy(records["ids"].astype(np.int64)).to(device)
+        return TargetTop(ids, torch.from_numpy(records["log_probs"].astype(np.float32)).to(device))
 
     def states(self, batch: TokenBatch) -> Tensor:
-        """As `Features.states`.
+        """Override `Features.states`.
 
         Raises:
             ConfigError: the cache has lost what a token needs.
         """
         needed = needed_states(batch)
-        found = self._read(batch.places[needed], ["state", "log_probs"])["state"].view(np.int16)
+        records = self._read(batch.places[needed], ["state", "log_probs"])["state"].view(np.int16)
         states = torch.zeros(*batch.tokens.shape, self.width, device=batch.tokens.device)
-        states[needed] = torch.from_numpy(found).to(batch.tokens.device).view(torch.bfloat16).float()
+        states[needed] = torch.from_numpy(records).to(batch.tokens.device).view(torch.bfloat16).float()
         return states
 
     def _read(self, rows: Tensor, names: list[str]) -> dict[str, np.ndarray]:
@@ -200,15 +200,15 @@ class TopCache:
         if len(places) and places.min() < 0:
             raise ValueError("tokens that lie in no cache: of held-out data, run the target")
         self._files = self._files or [_map(part.folder / RECORDS, self.kind) for part in self.parts]
-        found = {name: np.empty((len(places), *self.kind[name].shape), self.kind[name].base) for name in names}
+        columns = {name: np.empty((len(places), *self.kind[name].shape), self.kind[name].base) for name in names}
         owners = np.searchsorted([int(part.starts[0]) for part in self.parts], places, "right") - 1
         for index in np.unique(owners).tolist():
-            own = owners == index
-            for name, values in found.items():
-                values[own] = self._files[index][name][places[own] - int(self.parts[index].starts[0])]
-        if not found["log_probs"].any(1).all():  # a hole: probabilities of 1 each
+            here = owners == index
+            for name, values in columns.items():
+                values[here] = self._files[index][name][places[here] - int(self.parts[index].starts[0])]
+        if not columns["log_probs"].any(1).all():  # a hole: probabilities of 1 each
             raise ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made anew")
-        return found
+        return columns
 
 
 def _place(folder: Path, key: Mapping[str, Any]) -> Path:
@@ -218,7 +218,7 @@ def _place(folder: Path, key: Mapping[str, Any]) -> Path:
 
 
 def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:
-    """Return a source's part of a cache, made where it is not there. What counts as scored must be."""
+    """Return a source's part of a cache, made where it is not there. Marks of scored documents must be right."""
     text, place = json.dumps(key, sort_keys=True), _place(folder, key)
     if not (place / MADE).is_file():
         with writing(f"--cache {folder}", "name another folder, or train without --cache"):
@@ -228,8 +228,8 @@ def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dty
         raise ConfigError(f"--cache {folder}", f"{place.name} in it is no part of a cache", "name another folder")
     scored = np.zeros(len(starts) - 1, dtype=np.uint32)
     if (place / SCORED).is_file():
-        known = np.fromfile(place / SCORED, dtype="<u4", count=len(scored))
-        scored[: len(known)] = known
+        stored = np.fromfile(place / SCORED, dtype="<u4", count=len(scored))
+        scored[: len(stored)] = stored
     ends = np.where(scored > 0, starts[:-1] - starts[0] + scored, 0)
     there = (place / RECORDS).stat().st_size if (place / RECORDS).is_file() else 0
     if (scored > np.diff(starts)).any() or int(ends.max(initial=0)) * kind.itemsize > there:
@@ -262,7 +262,7 @@ def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
 
 
 def _write(path: Path, at: int, data: bytes) -> None:
-    """Write plainly, not through a mapping: a full disk is then an error that can be told, and not a bus fault."""
+    """Write plainly, not through a mapping: a full disk is then an error that can be reported, and not a bus fault."""
     with path.open("r+b" if path.is_file() else "w+b") as handle:
         handle.seek(at)
         handle.write(data)

@@ -86,7 +86,7 @@ def make_carriers(index: Tensor, positions: Tensor) -> CarrierRows:
 class _GroupAttention(torch.autograd.Function):
     """Attention of P carriers' G queries each over K keys that all share and gamma keys of the carrier's own.
 
-    The scores of a block exist twice at most, in the forward pass and again in the backward pass; what is kept
+    The scores of a block exist twice at most, in the forward pass and again in the backward pass; what is retained
     between them is the weights, in the dtype of the queries. Gradients of the shared keys are made only where wanted.
     """
 
@@ -135,7 +135,7 @@ class _GroupAttention(torch.autograd.Function):
 def group_attention(
     q: Tensor,  # [R, G, H, D]
     main: KeyValues,
-    own: KeyValues,  # [R, gamma, kv_heads, D]
+    stream_keys: KeyValues,  # [R, gamma, kv_heads, D]
     carriers: CarrierRows,
     steps: Tensor,  # [G] 0 the carrier itself, j the query j places after it
     window: int | None,
@@ -143,9 +143,9 @@ def group_attention(
     """Attend to all main keys that the carriers see, and of a carrier's own keys to 1 .. j as step j, to all as step
     0."""
     sizes = [rows.stop - rows.start for rows, _ in carriers.blocks]
-    parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *own)), strict=True)
+    parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *stream_keys)), strict=True)
     shared = zip(*(_pieces(_heads(x, q.shape[2]), carriers.blocks) for x in main), strict=True)
-    order = torch.arange(1, own[0].shape[1] + 1, device=q.device)
+    order = torch.arange(1, stream_keys[0].shape[1] + 1, device=q.device)
     hidden = (steps[:, None] > 0) & (order > steps[:, None])
     outputs = []
     for (rows, _), (queries, own_k, own_v), (k, v) in zip(carriers.blocks, parts, shared, strict=True):

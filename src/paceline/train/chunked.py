@@ -24,7 +24,7 @@ _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # elements of a chunk's logits: 8
 RowLoss: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, ...]]"
 
 
-# -- what the target says
+# -- outputs of the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class TargetTop:
         """
         ids = places[self.ids]
         outside = int(places.max())
-        found = self.log_probs.clone()
-        found[:, :-1].masked_fill_(ids == outside, -torch.inf)
-        none, stand_in = found.new_full((len(ids), 1), -torch.inf), ids.new_full((len(ids), 1), outside)
-        return TargetTop(torch.cat((stand_in, ids), 1), torch.cat((none, found), 1))
+        log_probs = self.log_probs.clone()
+        log_probs[:, :-1].masked_fill_(ids == outside, -torch.inf)
+        none, stand_in = log_probs.new_full((len(ids), 1), -torch.inf), ids.new_full((len(ids), 1), outside)
+        return TargetTop(torch.cat((stand_in, ids), 1), torch.cat((none, log_probs), 1))
 
 
 SoftTarget: TypeAlias = "TargetHidden | TargetTop"
@@ -112,9 +112,9 @@ def chunked_loss(
     factor = head.detach().to(_factor_dtype(hidden, head, dtype))
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         pieces = zip(rows.split(chunk), scaled.split(chunk), strict=True)
-        found = torch.cat([_visit(hidden, factor, loss, *piece, grads, frozen) for piece in pieces], 1)
-    value: Tensor = KnownGradients.apply((found[0] * scaled).sum(), grads, hidden, head)
-    return value, found.new_zeros(len(found), len(hidden)).index_copy_(1, rows, found)
+        rows_values = torch.cat([_visit(hidden, factor, loss, *piece, grads, frozen) for piece in pieces], 1)
+    value: Tensor = KnownGradients.apply((rows_values[0] * scaled).sum(), grads, hidden, head)
+    return value, rows_values.new_zeros(len(rows_values), len(hidden)).index_copy_(1, rows, rows_values)
 
 
 def _visit(
@@ -134,14 +134,14 @@ def _visit(
     (by_hidden, by_head), needed = grads, any(grad is not None for grad in grads)
     logits = _matmul(inputs, head.t(), dtype).requires_grad_(needed)
     with torch.set_grad_enabled(needed):
-        made = row_loss(logits, rows)
+        values = row_loss(logits, rows)
     if needed:
-        slope = torch.autograd.grad(made[0], logits, weights)[0].to(head.dtype)
+        slope = torch.autograd.grad(values[0], logits, weights)[0].to(head.dtype)
     if by_hidden is not None:
         by_hidden[rows] = _matmul(slope, head, dtype)
     if by_head is not None:
         _add_product(by_head[:, frozen:], slope.t(), inputs[:, frozen:])
-    return torch.stack(made).detach()
+    return torch.stack(values).detach()
 
 
 class KnownGradients(torch.autograd.Function):
@@ -178,7 +178,7 @@ def inverse(denominator: Tensor | float, like: Tensor, dtype: torch.dtype) -> Te
 
 
 def _factor_dtype(hidden: Tensor, head: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return what the factors of a product are cast to: under autocast what it says, else 16 bit only on a GPU."""
+    """Return what the factors of a product are cast to: under autocast its dtype, else 16 bit only on a GPU."""
     kind = hidden.device.type
     if torch.version.hip is not None or dtype != torch.float32:
         return dtype

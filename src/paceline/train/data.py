@@ -59,7 +59,10 @@ class SourceSpec:
         return self.domain or Path(self.file).name.split(".")[0]
 
     def learned(self, examples: Sequence[Example]) -> list[Example]:
-        """Return its examples as far as they are learned. Their places in a cache, which holds whole ones, stay."""
+        """Return its examples to the extent that they are learned.
+
+        Their places in a cache, which holds whole ones, stay.
+        """
         most = self.answer_tokens
         if most is None:
             return list(examples)
@@ -141,13 +144,13 @@ def _split(lines: Iterator[str]) -> Iterator[str]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes."""
+    """Return the SHA-256 of a file's bytes."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def mark(file: str) -> str:
-    """Return what tells a source's content apart: a file's hash; of `STDLIB` the version of the interpreter."""
+    """Return what distinguishes a source's content: a file's hash; of `STDLIB` the version of the interpreter."""
     return ".".join(map(str, sys.version_info[:3])) if file == STDLIB else sha256(Path(file))
 
 
@@ -174,29 +177,29 @@ class Encoder:
         answers = [r["completion"] for r in plain if "text" not in r]
         heads = iter(self._ids([r["text"] if "text" in r else self._prompt(r["prompt"]) for r in plain]))
         tails = iter(self._ids([answer.strip() if self.chat else answer for answer in answers]))
-        made: list[Example] = []
+        examples: list[Example] = []
         for record in records:
             if _has_ids(record):
-                made += self._answered(record)
+                examples += self._answered(record)
             elif "text" in record:
-                made += self._pieces(next(heads))
+                examples += self._pieces(next(heads))
             else:
                 head, tail = next(heads), next(tails)
                 tokens = [*self.start, *head, *tail, *self.end]
                 if tail and len(tokens) <= self.max_length:
-                    made.append(Example(np.array(tokens, dtype=np.int32), len(self.start) + len(head)))
-        return made
+                    examples.append(Example(np.array(tokens, dtype=np.int32), len(self.start) + len(head)))
+        return examples
 
     def _answered(self, record: dict[str, Any]) -> list[Example]:
         """Return ids as the target read and chose them; an answer that is too long is cut."""
-        given, said = record["prompt_tokens"], record["completion_tokens"]
-        told = record["prompt"]  # of ids alone nothing is told
-        if max(given, default=0) >= len(self.tokenizer) or (told and self.tokenizer.decode(given) != told):
+        first, last = record["prompt_tokens"], record["completion_tokens"]
+        text = record["prompt"]  # ids alone have none
+        if max(first, default=0) >= len(self.tokenizer) or (text and self.tokenizer.decode(first) != text):
             remedy = "make them again, with this target"
             raise ConfigError("answers with token ids", "another tokenizer made them", remedy)
-        if not said or len(given) >= self.max_length:
+        if not last or len(first) >= self.max_length:
             return []
-        return [Example(np.array([*given, *said][: self.max_length], dtype=np.int32), len(given))]
+        return [Example(np.array([*first, *last][: self.max_length], dtype=np.int32), len(first))]
 
     def _prompt(self, prompt: str) -> str:
         if not self.chat:
@@ -229,17 +232,17 @@ def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Ex
         ConfigError: no usable record in it.
     """
     most = math.inf if spec.max_tokens is None else spec.max_tokens
-    made: list[Example] = []
+    examples: list[Example] = []
     total = 0
     documents = read_documents(Path(spec.file))
     while total < most and (records := [*islice(documents, batch)]):
         more = encoder.encode(records)
-        made += more
+        examples += more
         total += _size(more)
-    if not made:
+    if not examples:
         raise ConfigError(f"data {spec.file}", "it has no usable record", f"give {FORMS}, none over the context length")
-    ends = accumulate(len(e.tokens) for e in made)
-    return made[: max(1, sum(end <= most for end in ends))]
+    ends = accumulate(len(e.tokens) for e in examples)
+    return examples[: max(1, sum(end <= most for end in ends))]
 
 
 # --- rows -----------------------------------------------------------------------------------------------------
@@ -293,7 +296,7 @@ class Mixture:
         self._orders: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sources)
 
     def draw(self) -> Example:
-        """Return the next example: of the source that is furthest behind its share."""
+        """Return the next example: of the source that is furthest below its share."""
         total = self._drawn.sum() + 1.0
         source = int(np.argmax(self.shares - self._drawn / total))
         example = self.sources[source][self._index(source)]

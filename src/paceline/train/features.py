@@ -20,9 +20,9 @@ EVALUATED_LOGITS = 2**24  # elements held at a time by evaluations: a head is re
 
 
 class Features(Protocol):
-    """Where a recipe learns what the target says."""
+    """Describe where a recipe learns what the target emits."""
 
-    def said(self, batch: TokenBatch) -> TargetTop:
+    def targets(self, batch: TokenBatch) -> TargetTop:
         """Return the target's likeliest tokens after those of ``batch`` that carry weight, row by row."""
         ...
 
@@ -42,14 +42,14 @@ class OnlineFeatures:
         self._last: tuple[TokenBatch, Tensor] | None = None  # one pass a batch serves both questions
 
     @torch.no_grad()
-    def said(self, batch: TokenBatch) -> TargetTop:
-        """As `Features.said`."""
+    def targets(self, batch: TokenBatch) -> TargetTop:
+        """Override `Features.targets`."""
         hidden = self.target.final(self.states(batch)[batch.weights > 0])
         return likeliest(self.target, hidden, self.top)
 
     @torch.no_grad()
     def states(self, batch: TokenBatch) -> Tensor:
-        """As `Features.states`."""
+        """Override `Features.states`."""
         if self._last is None or self._last[0] is not batch:
             self._last = batch, last_states(self.target, batch)
         return self._last[1]
@@ -90,10 +90,10 @@ def top_of(logits: Tensor, top: int) -> TargetTop:
     """Return the ``top`` likeliest tokens of each row of logits [rows, V] float32, their log-probabilities and the
     others'.
     """
-    found, places = logits.topk(top)
-    found = found - logits.logsumexp(-1, keepdim=True)
-    others = 1 - found.double().exp().sum(-1, keepdim=True)
-    return TargetTop(places, torch.cat((found, others.clamp_min(1e-7).log().float()), -1).half().float())
+    values, places = logits.topk(top)
+    values = values - logits.logsumexp(-1, keepdim=True)
+    others = 1 - values.double().exp().sum(-1, keepdim=True)
+    return TargetTop(places, torch.cat((values, others.clamp_min(1e-7).log().float()), -1).half().float())
 
 
 def argmax(final: Tensor, head: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ def argmax(final: Tensor, head: Tensor) -> Tensor:
     return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
 
 
-def said_at(said: SoftTarget, rows: Tensor) -> SoftTarget:
-    """Return what the target says of some ``rows`` [R] of those that it was asked for."""
-    if isinstance(said, TargetTop):
-        return TargetTop(said.ids[rows], said.log_probs[rows])
-    return TargetHidden(said.hidden[rows], said.head)
+def said_at(target: SoftTarget, rows: Tensor) -> SoftTarget:
+    """Return what the target emits of some ``rows`` [R] of those that were requested."""
+    if isinstance(target, TargetTop):
+        return TargetTop(target.ids[rows], target.log_probs[rows])
+    return TargetHidden(target.hidden[rows], target.head)
 
 
 def no_loss(module: nn.Module) -> Tensor:

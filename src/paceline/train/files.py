@@ -23,18 +23,18 @@ def writing(what: str, remedy: str, *more: type[Exception]) -> Iterator[None]:
 
 
 def require_same(
-    what: str, found: Mapping[str, Any], own: Mapping[str, Any], remedy: str, wrong: str = OTHER_RUN
+    what: str, stored: Mapping[str, Any], current: Mapping[str, Any], remedy: str, wrong: str = OTHER_RUN
 ) -> None:
-    """Refuse a file whose facts ``found``, as JSON gave them, are not the ``own`` ones that it must have.
+    """Refuse a file whose facts ``stored``, as JSON gave them, are not the ``current`` ones that it must have.
 
     Raises:
-        ConfigError: a fact differs; ``wrong`` gets the ``name`` of the first, what was ``found``, what is ``own``.
+        ConfigError: a fact differs; ``wrong`` gets the ``name`` of the first, what was ``stored``, what is ``current``.
     """
-    wanted = plain(own)
-    differ = [name for name in {*found, *wanted} if found.get(name) != wanted.get(name)]
+    expected = plain(current)
+    differ = [name for name in {*stored, *expected} if stored.get(name) != expected.get(name)]
     if differ:
         name = min(differ, key=lambda name: (name != "recipe", name))  # of another recipe much else differs, too
-        raise ConfigError(what, wrong.format(name=name, found=found.get(name), own=wanted.get(name)), remedy)
+        raise ConfigError(what, wrong.format(name=name, found=stored.get(name), own=expected.get(name)), remedy)
 
 
 def plain(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class TrainingJob(RecipeFile):
     init: Path | None = None  # folder of a checkpoint to start from
     out: Path
     cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
-    known: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `remembered_scores`
+    scored: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `remembered_scores`
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
     hot: Tensor | None = None  # [H] int64, in the same way: the only tokens that are to be drafted; None: all
 
@@ -56,9 +56,9 @@ class TrainingJob(RecipeFile):
     @property
     def tokenizer_folder(self) -> Path:
         """Return the folder whose tokenizer reads the data: the target's, or where there is none that of ``init``."""
-        found = self.target or self.init
-        assert found is not None, "a job without a target has a checkpoint to start from"
-        return found
+        folder = self.target or self.init
+        assert folder is not None, "a job without a target has a checkpoint to start from"
+        return folder
 
 
 def prepare(
@@ -70,11 +70,11 @@ def prepare(
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
     """
-    made = kind(job.kind)
-    options = fill(made.Options, dict(job.options), job.where)
+    entry = kind(job.kind)
+    options = fill(entry.Options, dict(job.options), job.where)
     if not job.sources:
         raise ConfigError(f"recipe {job.kind!r}", "there is no data", "give --data FILE")
-    if job.cache and not made.cached:
+    if job.cache and not entry.cached:
         wrong = "it learns from no likeliest tokens, which are what a cache holds"
         raise ConfigError(f"recipe {job.kind!r}", wrong, "leave --cache out")
     device = training_device()
@@ -83,7 +83,7 @@ def prepare(
     encoder = Encoder(tokenizer, longest)
     examples = [load_source(spec, encoder) for spec in job.sources]
     held = [load_source(spec, encoder) for spec in job.held_out]
-    job.tokens = {spec.file: sum(len(e.tokens) for e in own) for spec, own in zip(job.sources, examples, strict=True)}
+    job.tokens = {spec.file: sum(len(e.tokens) for e in each) for spec, each in zip(job.sources, examples, strict=True)}
     context = BuildContext(
         target=None if job.target is None else Network.load(job.target, device, frozen=True),
         target_folder=job.target,
@@ -107,44 +107,44 @@ def prepare(
     facts: dict[str, Any] = {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight}
     facts["target"] = None if job.target is None else fingerprint(job.target)
     if job.cache is not None:
-        context.features = cache = _cache(job, made, facts["target"], context, [*examples, *held], say)
+        context.features = cache = _cache(job, entry, facts["target"], context, [*examples, *held], say)
         examples = cache.examples[: len(examples)]
-        if job.known:
+        if job.scored:
             context.held_out = _held_out(job, cache.examples[len(examples) :], longest)
     mixture = _mixture(job, examples)
-    return Trainer(made.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
+    return Trainer(entry.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
 
 
 def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture:
-    weighted = [(spec.weight, spec.learned(own)) for spec, own in zip(job.sources, examples, strict=True)]
+    weighted = [(spec.weight, spec.learned(each)) for spec, each in zip(job.sources, examples, strict=True)]
     return Mixture(weighted, job.config.seed, job.prompt_weight)
 
 
 def _cache(
     job: TrainingJob,
-    made: RecipeKind,
+    recipe: RecipeKind,
     target: str | None,
     context: BuildContext,
     examples: Sequence[Sequence[Example]],
     say: Callable[[str], None],
 ) -> TopCache:
-    """Return what the target says of every batch of the run, from ``job.cache`` or scored now."""
+    """Return what the target emits of every batch of the run, from ``job.cache`` or scored now."""
     assert job.cache is not None and job.target is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     exact = job.config.precision == "fp32"  # else as it serves, whatever this processor multiplies in training
     key = {"target": target, "precision": "fp32" if exact else "bf16", "length": longest}
-    sources = list(zip([*job.sources, *(job.held_out if job.known else ())], examples, strict=False))
+    sources = list(zip([*job.sources, *(job.held_out if job.scored else ())], examples, strict=False))
     shape = context.target.config
-    cache = TopCache(job.cache, sources, key, TOP, shape.vocab_size, shape.d_model, made.states)
+    cache = TopCache(job.cache, sources, key, TOP, shape.vocab_size, shape.d_model, recipe.states)
     count = len(job.sources)
     batches: Iterable[TokenBatch] = (
         batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)
     )
     inside = partial(products, precision_of(job.config.precision, context.device), context.device)
     make: Callable[[], Scorer] = partial(make_scorer, job.target, context.target, not exact, inside)
-    if job.known:
+    if job.scored:
         batches = chain(batches, *_held_out(job, cache.examples[count:], longest).values())
-        make = partial(remembered_scores, job.known, context.target, inside, make)
+        make = partial(remembered_scores, job.scored, context.target, inside, make)
     cache.complete(make, batches, say)
     return cache
 
@@ -152,14 +152,14 @@ def _cache(
 def _held_out(job: TrainingJob, examples: Sequence[Sequence[Example]], length: int) -> dict[str, list[TokenBatch]]:
     """Return held-out batches by domain."""
     pairs = zip(job.held_out, examples, strict=True)
-    return {spec.name: held_out(spec.learned(own), length) for spec, own in pairs}
+    return {spec.name: held_out(spec.learned(each), length) for spec, each in pairs}
 
 
 def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:
     """Return [vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
     total = torch.zeros(vocab, dtype=torch.float64)
-    for spec, own in zip(sources, examples, strict=True):
-        tokens = torch.from_numpy(np.concatenate([e.tokens for e in spec.learned(own)])).long()
+    for spec, each in zip(sources, examples, strict=True):
+        tokens = torch.from_numpy(np.concatenate([e.tokens for e in spec.learned(each)])).long()
         total += spec.weight * torch.bincount(tokens, minlength=vocab)[:vocab] / len(tokens)
     return total / total.sum()
 
@@ -172,7 +172,7 @@ def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[To
 
 
 def finish(job: TrainingJob, trainer: Trainer) -> Path:
-    """Write the result: what users load, the tokenizer next to a model, and ``training.json``.
+    """Write the result: the files that users load, the tokenizer next to a model, and ``training.json``.
 
     Raises:
         ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.
@@ -181,7 +181,7 @@ def finish(job: TrainingJob, trainer: Trainer) -> Path:
     remedy = "free space there; the same command writes it from the checkpoint"
     with writing(f"result {result}", remedy, SafetensorError):
         result.mkdir(parents=True, exist_ok=True)
-        known = trainer.recipe.export(result)
+        exported = trainer.recipe.export(result)
         if job.hot is not None:
             save_hot(job.hot, result)
         source = job.tokenizer_folder
@@ -196,7 +196,7 @@ def finish(job: TrainingJob, trainer: Trainer) -> Path:
             "seconds_of_last_part": round(trainer.seconds, 1),
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         }
-        text = json.dumps({**known, **facts}, indent=1, default=str)
+        text = json.dumps({**exported, **facts}, indent=1, default=str)
         (result / "training.json").write_text(text + "\n", encoding="utf-8")
     return result
 

@@ -5,7 +5,7 @@ model in training (the draft), p = softmax(L) the target. Every loss is a weight
 ``sum_i w_i loss_i / sum_i w_i``; a row of weight 0 costs nothing and may have any content.
 
 The logits of all rows are never held: `chunked` applies a formula to some rows at a time and differentiates it there.
-To measure rather than train, call the losses outside of autocast, which rounds products. What options may hold is
+To measure rather than train, call the losses outside of autocast, which rounds products. Limits of options are
 checked where a recipe reads them, and the trainer stops at a loss that is not finite.
 """
 
@@ -54,8 +54,8 @@ def _text(targets: Tensor) -> RowLoss:
 
     def of_rows(logits: Tensor, rows: Tensor) -> tuple[Tensor]:
         tokens = targets[rows]
-        outcomes, said = _Outcomes.apply(logits, tokens[:, None], tokens)
-        return (outcomes.logsumexp(-1) - said,)
+        outcomes, log_true = _Outcomes.apply(logits, tokens[:, None], tokens)
+        return (outcomes.logsumexp(-1) - log_true,)
 
     return of_rows
 
@@ -75,15 +75,15 @@ def _comparison(target: SoftTarget, dtype: torch.dtype) -> Callable[[Tensor, Ten
 
 def _of_tokens(read: Callable[[Tensor], Tensor], logits: Tensor, rows: Tensor, tokens: Tensor | None) -> Compared:
     log_q = F.log_softmax(logits, dim=-1)
-    said = log_q[:, 0] if tokens is None else log_q.gather(1, tokens[:, None])[:, 0]
-    return F.log_softmax(read(rows), dim=-1), log_q, said
+    log_true = log_q[:, 0] if tokens is None else log_q.gather(1, tokens[:, None])[:, 0]
+    return F.log_softmax(read(rows), dim=-1), log_q, log_true
 
 
 def _of_outcomes(target: TargetTop, logits: Tensor, rows: Tensor, tokens: Tensor | None) -> Compared:
     ids, log_p = target.of(rows, logits.dtype)
-    outcomes, said = _Outcomes.apply(logits, ids, ids[:, 0] if tokens is None else tokens)
+    outcomes, log_true = _Outcomes.apply(logits, ids, ids[:, 0] if tokens is None else tokens)
     outcomes = outcomes.masked_fill(log_p == -torch.inf, NONE)  # outside of the draft's vocabulary
-    return log_p, outcomes.log_softmax(-1), said - outcomes.logsumexp(-1)
+    return log_p, outcomes.log_softmax(-1), log_true - outcomes.logsumexp(-1)
 
 
 class _Outcomes(torch.autograd.Function):
@@ -179,13 +179,13 @@ def distilled(
     compare = _comparison(target, wide(hidden, head))
 
     def of_rows(logits: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        log_p, log_q, said = compare(logits, rows, tokens[rows])
-        p = log_p.exp()  # what p alone says has no slope, so that one product has; 0 log 0 = 0
-        distance, entropy = torch.linalg.vecdot(p, log_p.clamp_min(NONE)) - torch.linalg.vecdot(p, log_q), -said
+        log_p, log_q, log_true = compare(logits, rows, tokens[rows])
+        p = log_p.exp()  # the entropy of p has no slope, so that one product has; 0 log 0 = 0
+        distance, entropy = torch.linalg.vecdot(p, log_p.clamp_min(NONE)) - torch.linalg.vecdot(p, log_q), -log_true
         taught = distance
         if isinstance(target, TargetTop):
             other = (target.ids[rows] != tokens[rows][:, None]).all(-1)
-            taught = distance + torch.where(other, log_q[:, -1] - said, 0.0)
+            taught = distance + torch.where(other, log_q[:, -1] - log_true, 0.0)
         return share * taught + (1 - share) * entropy, distance, entropy
 
     loss, each = chunked_loss(hidden, head, of_rows, weights, **options)
@@ -226,6 +226,6 @@ def _squared_error(state: Tensor, target: Tensor, weights: Tensor | None, denomi
     dtype = wide(state, target)
     weights = torch.ones(len(state), device=state.device) if weights is None else weights
     rows = weights.nonzero()[:, 0]  # a state that does not count may hold anything
-    kept = weights[rows].to(dtype)
+    share = weights[rows].to(dtype)
     errors = (state[rows].to(dtype) - target.detach()[rows].to(dtype)).square().mean(-1)  # [kept]
-    return (errors * kept).sum() * inverse(kept.sum() if denominator is None else denominator, state, dtype)
+    return (errors * share).sum() * inverse(share.sum() if denominator is None else denominator, state, dtype)

@@ -79,8 +79,8 @@ class Network(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return [.., d_model] embeddings of ``tokens`` [..] as the first layer and drafters read them."""
-        found = F.embedding(tokens, self.decoder.embedding)
-        return found if self.config.embedding_scale == 1 else found * self.config.embedding_scale
+        rows = F.embedding(tokens, self.decoder.embedding)
+        return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
 
     def rotation(self, positions: Tensor) -> Rotation:
         """cos and signed sin [B, T, 1, dim] of ``positions`` [B, T], where all layers have the same.
@@ -89,18 +89,18 @@ class Network(nn.Module):
             CapabilityError: layers that rotate in different ways (Gemma 3, SmolLM3).
         """
         if len({*self.config.rotations}) > 1:
-            asked, wrong = (
+            subject, wrong = (
                 f"this recipe for a model of family {self.config.family}",
                 "its layers rotate in different ways",
             )
-            raise CapabilityError(asked, wrong, "train eagle, lyanna, medusa or a draft_model for it")
+            raise CapabilityError(subject, wrong, "train eagle, lyanna, medusa or a draft_model for it")
         return self._rotations(positions)[0]
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
         """Return the same of every layer."""
         shape = (*positions.shape, 1, -1)
-        found = self._ropes.rows(positions.reshape(-1))
-        shaped = [None if pair is None else (pair[0].view(shape), pair[1].view(shape)) for pair in found]
+        rotations = self._ropes.rows(positions.reshape(-1))
+        shaped = [None if pair is None else (pair[0].view(shape), pair[1].view(shape)) for pair in rotations]
         return [shaped[table] for table in self._ropes.of_layer]
 
     def qkv(
@@ -141,8 +141,8 @@ class Network(nn.Module):
     def masks(self, batch: TokenBatch, start: int = 0, stop: int | None = None) -> dict[int, Tensor]:
         """Return `visible` of each of the layers start .. stop - 1; layers of one window share theirs."""
         windows = dict(enumerate(self.config.windows[start:stop], start))
-        made = {window: visible(batch, window) for window in set(windows.values())}
-        return {index: made[window] for index, window in windows.items()}
+        by_window = {window: visible(batch, window) for window in set(windows.values())}
+        return {index: by_window[window] for index, window in windows.items()}
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Return [B, T, d_model] after the final norm."""
@@ -161,13 +161,13 @@ class Network(nn.Module):
 
     def state(self, layers_only: bool = False) -> dict[str, Tensor]:
         """Return the parameters under their checkpoint names; of all of them, or of the layers'."""
-        parameters, made = dict(self.decoder.named_parameters()), {}
+        parameters, values = dict(self.decoder.named_parameters()), {}
         for piece in weight_map(self.config):
             if piece.of_layer or not layers_only:
                 value = parameters[piece.into].detach()
                 name = piece.source if piece.source.startswith("lm_head") else f"model.{piece.source}"
-                made[name] = value if piece.rows is None else value[piece.at : piece.at + piece.rows]
-        return made
+                values[name] = value if piece.rows is None else value[piece.at : piece.at + piece.rows]
+        return values
 
     def save(
         self, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, layers_only: bool = False
@@ -193,16 +193,16 @@ def config_of_layers(folder: Path, keep: Sequence[int]) -> dict[str, Any]:
 @torch.no_grad()
 def take_layers(network: Network, source: Network, keep: Sequence[int]) -> None:
     """Fill ``network`` with the layers ``keep`` of ``source``, and with its embedding, norm and head."""
-    known = dict(source.decoder.named_parameters())
+    parameters = dict(source.decoder.named_parameters())
     for name, parameter in network.decoder.named_parameters():
         parts = name.split(".")
         if parts[0] == "layers":
             parts[1] = str(keep[int(parts[1])])
-        parameter.copy_(known[".".join(parts)])
+        parameter.copy_(parameters[".".join(parts)])
 
 
 def start_values(module: nn.Module, seed: int, layers: int) -> None:
-    """See `Network.init_weights`."""
+    """Implement `Network.init_weights`."""
     generator = torch.Generator().manual_seed(seed)
     shrink = (2 * layers) ** -0.5
     for name, parameter in module.named_parameters():
@@ -219,10 +219,10 @@ def start_values(module: nn.Module, seed: int, layers: int) -> None:
 def write_checkpoint(folder: Path, config: dict[str, Any], values: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Write ``config.json`` and weights under their checkpoint names, as ``dtype``."""
     folder.mkdir(parents=True, exist_ok=True)
-    said = {**config, "dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    kept = {name: value.detach().to("cpu", dtype).contiguous().clone() for name, value in values.items()}
-    save_file(kept, str(folder / WEIGHTS), metadata={"format": "pt"})
+    settings = {**config, "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: value.detach().to("cpu", dtype).contiguous().clone() for name, value in values.items()}
+    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
 def project(

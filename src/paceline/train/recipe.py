@@ -1,6 +1,8 @@
-"""Recipe files: what is trained, on which data, how. TOML, read into dataclasses by pydantic; unknown keys are refused.
+"""Recipe files: model, data and settings of a training. TOML, read into dataclasses by pydantic.
 
-A recipe names its data by file names. A manifest next to it says for each file its hash, its public source, its
+Unknown keys are refused.
+
+A recipe names its data by file names. A manifest next to it gives for each file its hash, its public source, its
 licence and how it is made from that source; the folder that holds the files is named by whoever trains.
 """
 
@@ -25,7 +27,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(kw_only=True)
 class RecipeFile:
-    """What is trained, on which data, how: what a recipe file says, and flags on the command line."""
+    """Describe what is trained, on which data, how: what a recipe file states, and flags on the command line."""
 
     kind: str  # target, draft_model, streams, ...
     options: Mapping[str, Any] = field(default_factory=dict)  # of the kind
@@ -92,10 +94,10 @@ def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
     Raises:
         ConfigError: unknown keys, wrong types, and what the dataclass itself refuses.
     """
-    known = [f.name for f in fields(kind)]
-    if unknown := sorted(values.keys() - known):
+    names = [f.name for f in fields(kind)]
+    if unknown := sorted(values.keys() - names):
         wrong = f"{kind.__name__} has no {unknown[0]!r}"
-        raise ConfigError(f"recipe {where}", wrong, suggest(unknown[0], sorted(known), "option"))
+        raise ConfigError(f"recipe {where}", wrong, suggest(unknown[0], sorted(names), "option"))
     try:
         # As JSON: strict, but for lists, which are all that TOML and JSON have in place of tuples.
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
@@ -106,9 +108,9 @@ def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
 def _refusal(error: ValidationError, where: Path) -> ConfigError:
     """Return the first fault that pydantic found; the dataclass's own errors as they are."""
     fault = error.errors()[0]
-    own = fault.get("ctx", {}).get("error")
-    if isinstance(own, ConfigError):
-        return own
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
     name, words = ".".join(map(str, fault["loc"])), fault["msg"][:1].lower() + fault["msg"][1:]
     wrong = f"{name} is missing" if fault["type"] == "missing" else f"{name}={fault['input']!r}: {words}"
     return ConfigError(f"recipe {where}", wrong, "correct it")
@@ -120,12 +122,12 @@ def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
     Raises:
         ConfigError: a file that is missing, or is not the one that the manifest names.
     """
-    known = read_manifest(recipe.where.parent / MANIFEST)
+    manifest = read_manifest(recipe.where.parent / MANIFEST)
 
-    def found(sources: Sequence[SourceSpec]) -> list[SourceSpec]:
-        return [replace(s, file=_check(s.file, folder, known), domain=s.name) for s in sources]
+    def located(sources: Sequence[SourceSpec]) -> list[SourceSpec]:
+        return [replace(s, file=_check(s.file, folder, manifest), domain=s.name) for s in sources]
 
-    return replace(recipe, sources=found(recipe.sources), held_out=found(recipe.held_out))
+    return replace(recipe, sources=located(recipe.sources), held_out=located(recipe.held_out))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -137,10 +139,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ConfigError(f"manifest {path}", f"it cannot be read ({error})", "restore it") from error
 
 
-def _check(name: str, folder: Path, known: Mapping[str, Any]) -> str:
+def _check(name: str, folder: Path, manifest: Mapping[str, Any]) -> str:
     if name == STDLIB:
         return name
-    entry = known.get(name)
+    entry = manifest.get(name)
     if entry is None:
         raise ConfigError(f"data file {name}", "the manifest does not name it", "add it to the manifest")
     path = folder / name

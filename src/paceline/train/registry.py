@@ -26,7 +26,7 @@ from .trainer import Recipe
 
 @dataclass(kw_only=True, slots=True)
 class BuildContext:
-    """What a recipe may be built from: the surroundings of a run."""
+    """Describe what a recipe may be built from: the surroundings of a run."""
 
     target: Network | None  # frozen, float32; None where none was named
     target_folder: Path | None
@@ -54,7 +54,7 @@ class BuildContext:
 
 @dataclass(frozen=True, slots=True)
 class RecipeKind:
-    """One kind of training; modules are named, not imported, and load when they are asked for."""
+    """One kind of training; modules are named, not imported, and load when they are requested."""
 
     about: str  # in the help of its command
     options: str  # ``module:class``
@@ -64,8 +64,8 @@ class RecipeKind:
     @property
     def Options(self) -> type[Any]:  # noqa: N802  (a class)
         """Return what can be set: frozen, keyword-only, its fields have help texts."""
-        made: type[Any] = resolve_name(self.options)
-        return made
+        options: type[Any] = resolve_name(self.options)
+        return options
 
     def build(self, options: Any, context: BuildContext) -> Recipe:
         """Return the recipe, ready to train.
@@ -73,8 +73,8 @@ class RecipeKind:
         Raises:
             ConfigError: options that do not fit the target, or something missing.
         """
-        made: Recipe = resolve_name(f"{self.options.partition(':')[0]}:build")(options, context)
-        return made
+        recipe: Recipe = resolve_name(f"{self.options.partition(':')[0]}:build")(options, context)
+        return recipe
 
 
 KINDS = {

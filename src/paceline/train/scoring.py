@@ -1,4 +1,4 @@
-"""What a frozen target says of whole documents: by its training network, or by the compiled layers that serve it.
+"""Outputs of a frozen target for whole documents: by its training network, or by the compiled layers that serve it.
 
 Where the compiled layers run, states are those that a drafter is shown when it serves; elsewhere, and in float32, they
 are the network's.
@@ -35,7 +35,7 @@ ROWS = 1024  # whose logits are held at a time
 
 
 # Scores documents: of all their tokens, one document after the other, [tokens, d_model] last states, before the final
-# norm, and the likeliest tokens after each, as many as are asked for.
+# norm, and the likeliest tokens after each, as many as are requested.
 Scorer = Callable[[Sequence[np.ndarray], int], tuple[Tensor, TargetTop]]
 Products = Callable[[], AbstractContextManager[Any]]  # a context in which products are made
 
@@ -44,7 +44,7 @@ Products = Callable[[], AbstractContextManager[Any]]  # a context in which produ
 def network_scores(
     target: Network, products: Products, documents: Sequence[np.ndarray], top: int
 ) -> tuple[Tensor, TargetTop]:
-    """As `Scorer`, by the frozen network that training runs."""
+    """Override `Scorer`, by the frozen network that training runs."""
     batch = collate([[Example(tokens)] for tokens in documents], max(map(len, documents)))
     batch = batch.to(target.head_weight.device)
     with products():
@@ -62,23 +62,23 @@ class CompiledScorer:
 
     @inference
     def __call__(self, documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
-        """As `Scorer`."""
+        """Override `Scorer`."""
         states = self._run(documents, Taps(()))
         return states, joined([top_of(self.stack.logits(part), top) for part in states.split(ROWS)])
 
     def activations(self, batch: TokenBatch, layers: Sequence[int]) -> list[Tensor]:
-        """Of each of ``layers``, 0-based, [B, T, d_model] float32 the states after it; 0 where no document is."""
+        """Return the states after each of ``layers``, 0-based, [B, T, d_model] float32; 0 where no document is."""
         there = batch.documents >= 0
         ends = F.pad(batch.documents[:, 1:] != batch.documents[:, :-1], (0, 1), value=True)[there]
         lengths = F.pad(ends.nonzero()[:, 0] + 1, (1, 0)).diff()
         taps = Taps(tuple(sorted({*layers})))
-        self._run([own.numpy() for own in batch.tokens[there].split(lengths.tolist())], taps)
-        found = []
+        self._run([document.numpy() for document in batch.tokens[there].split(lengths.tolist())], taps)
+        parts = []
         for layer in layers:
             whole = torch.zeros(*there.shape, taps.hidden[layer].shape[1])
             whole[there] = taps.hidden[layer].float()
-            found.append(whole)
-        return found
+            parts.append(whole)
+        return parts
 
     @inference
     def _run(self, documents: Sequence[np.ndarray], taps: Taps) -> Tensor:
@@ -88,38 +88,38 @@ class CompiledScorer:
         packer, at = RowPacker(decoder, decoder.device), 0
         for document in documents:
             count = len(document)
-            own = slice(at, at + count)
-            packer.add(document.tolist(), range(count), slots=own, keys=own, num_keys=count, prefix=0)
+            places = slice(at, at + count)
+            packer.add(document.tolist(), range(count), slots=places, keys=places, num_keys=count, prefix=0)
             at += count
         return decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, self._pool, taps).hidden
 
 
 def remembered_scores(
-    known: Mapping[bytes, np.ndarray], target: Network, products: Products, make: Callable[[], Scorer]
+    remembered: Mapping[bytes, np.ndarray], target: Network, products: Products, make: Callable[[], Scorer]
 ) -> Scorer:
     """Return a scorer by states that were kept while the target served; documents without any are scored.
 
     Args:
-        known: [rows, d_model] bits of bfloat16, by the bytes of a document's int32 ids.
-        target: whose norm and head say the rest, in the context ``products``.
+        remembered: [rows, d_model] bits of bfloat16, by the bytes of a document's int32 ids.
+        target: whose norm and head give the rest, in the context ``products``.
         make: makes what scores the others, once there is one.
     """
     others = cache(make)
 
     @torch.no_grad()
     def score(tokens: np.ndarray, top: int) -> tuple[Tensor, TargetTop]:
-        bits = known.get(tokens.tobytes())
+        bits = remembered.get(tokens.tobytes())
         if bits is None:
-            states, said = others()([tokens], top)
-            return states.float(), said
+            states, tops = others()([tokens], top)
+            return states.float(), tops
         states = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
         states = states.to(target.head_weight.device).float()
         with products():
             return states, likeliest(target, target.final(states), top)
 
     def scorer(documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
-        states, said = zip(*(score(tokens, top) for tokens in documents), strict=True)
-        return torch.cat(states), joined(said)
+        states, tops = zip(*(score(tokens, top) for tokens in documents), strict=True)
+        return torch.cat(states), joined(tops)
 
     return scorer
 

@@ -48,7 +48,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a recipe is trained."""
+    """Describe how a recipe is trained."""
 
     steps: int = option(1000, help="optimizer steps", minimum=1)
     learning_rate: float = option(5e-4, help="the highest learning rate, above 0 and below 1", above=0, below=1)
@@ -72,12 +72,12 @@ class TrainConfig:
         if self.schedule == "constant":
             return self.learning_rate
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
+        rest = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * rest)
 
 
 class Recipe(Protocol):
-    """What is trained, and on what loss."""
+    """Describe what is trained, and on what loss."""
 
     name: str
     module: nn.Module  # its trainable parameters are the run's
@@ -94,12 +94,12 @@ class Recipe(Protocol):
         ...
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """Write what users load; returns what ``training.json`` is to say besides."""
+        """Write what users load; returns what ``training.json`` is to state besides."""
         ...
 
 
 class Watcher(Protocol):
-    """Who is told how the run goes: progress bar, TensorBoard."""
+    """Observer of a run: progress bar, TensorBoard."""
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
         """Receive the figures of a step."""
@@ -138,10 +138,10 @@ class Trainer:
             raise ConfigError(f"phases that end at {ends}", "they must rise to 1.0", remedy)
         for phase in self.phases:
             if phase.rows < 1 or phase.length < 2:
-                asked, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
-                raise ConfigError(asked, wrong, "give 1 row or more, each of 2 tokens or more")
-        own = {**asdict(config), "precision": self.precision, "phases": [asdict(phase) for phase in self.phases]}
-        self.facts = {"recipe": recipe.name, **own, **(facts or {})}
+                subject, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
+                raise ConfigError(subject, wrong, "give 1 row or more, each of 2 tokens or more")
+        settings = {**asdict(config), "precision": self.precision, "phases": [asdict(phase) for phase in self.phases]}
+        self.facts = {"recipe": recipe.name, **settings, **(facts or {})}
         self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
         if not self.trained:
             raise ConfigError(f"recipe {recipe.name!r}", "nothing in it is trainable", "check its settings")
@@ -189,8 +189,8 @@ class Trainer:
             loss, figures = self.recipe.loss(batch.to(self.device), generator)
         loss.backward()
         if not math.isfinite(value := float(loss.detach())):
-            asked, wrong = f"training at step {self.step}", f"the loss is {value}"
-            raise ConfigError(asked, wrong, "lower the learning rate")
+            subject, wrong = f"training at step {self.step}", f"the loss is {value}"
+            raise ConfigError(subject, wrong, "lower the learning rate")
         norm = nn.utils.clip_grad_norm_(self.trained.values(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -267,7 +267,7 @@ class Trainer:
             raise ConfigError(f"--out {self.out}", wrong, "free space there, or name another")
 
     def resume(self) -> bool:
-        """Go on from the checkpoint in ``out``, in this run's precision: weights and moments are float32 in each.
+        """Continue from the checkpoint in ``out``, in this run's precision: weights and moments are float32 in each.
 
         Returns:
             Whether there was one.
@@ -285,8 +285,8 @@ class Trainer:
         except Exception as error:  # torch raises many kinds for a broken file
             raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
         left_out = {"evaluate_every", "precision"}  # these change no weight
-        found, own = ({k: v for k, v in f.items() if k not in left_out} for f in (facts, self.facts))
-        require_same(f"checkpoint {path}", found, own, "name another --out, or repeat the settings of the first run")
+        old, new = ({k: v for k, v in f.items() if k not in left_out} for f in (facts, self.facts))
+        require_same(f"checkpoint {path}", old, new, "name another --out, or repeat the settings of the first run")
         for name, parameter in self.trained.items():
             parameter.data.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -106,20 +106,20 @@ def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:
     Raises:
         ConfigError: as `opened`.
     """
-    found = []
+    listed = []
     for file in files:
         with opened(file, remedy) as tensors:
             for name in tensors.keys():  # noqa: SIM118  (the handle is not a mapping)
                 part = tensors.get_slice(name)
-                found.append(StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype()))
-    return found
+                listed.append(StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype()))
+    return listed
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Free memory of a device in bytes; None if the system does not report it."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, to use again
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, to use again
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -168,11 +168,11 @@ def _digest(files: Iterable[Path], place: Path) -> str:
     return digest.hexdigest()
 
 
-def check_target(asked: str, config: Any, name: str, shape: Any = None, mark: str | None = None) -> None:
+def check_target(subject: str, config: Any, name: str, shape: Any = None, mark: str | None = None) -> None:
     """Refuse what was trained for another target.
 
     Args:
-        asked: the beginning of the message.
+        subject: the beginning of the message.
         config: facts of the target that it was trained for: its ``d_model``, ``vocab_size`` and perhaps
             ``num_layers``, its name ``target`` and its ``fingerprint``, both of which may be empty.
         name: of the target.
@@ -188,7 +188,7 @@ def check_target(asked: str, config: Any, name: str, shape: Any = None, mark: st
         theirs = getattr(config, field, ours)
         if theirs != ours:
             raise CapabilityError(
-                asked, f"it was trained for {trained_for}, and has {field}={theirs}, {name} has {ours}", remedy
+                subject, f"it was trained for {trained_for}, and has {field}={theirs}, {name} has {ours}", remedy
             )
     if config.fingerprint and mark is not None and config.fingerprint != mark:
-        raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)
+        raise CapabilityError(subject, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)

@@ -26,30 +26,30 @@ def ends(folder: Path) -> tuple[int, ...]:
     return token_ids("eos_token_id", _read(folder).get("eos_token_id"), FILE)
 
 
-def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
-    """Return how a model is sampled: as `recommended`, but for ``given`` fields, which the user has chosen.
+def sampling(folder: Path, overrides: dict[str, Any]) -> SamplingParams:
+    """Return how a model is sampled: as `recommended`, but for ``overrides`` fields, which the user has chosen.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
     """
-    return SamplingParams(**{**recommended(folder, given), **given})
+    return SamplingParams(**{**recommended(folder, overrides), **overrides})
 
 
-def recommended(folder: Path, given: Collection[str] = ()) -> dict[str, Any]:
+def recommended(folder: Path, overrides: Collection[str] = ()) -> dict[str, Any]:
     """Return how a model is sampled, as fields of `SamplingParams`.
 
     They are those of the file in its folder, else of `CHAT`. ``do_sample: false`` is temperature 0; a penalty counts
-    there as well. Values of ``given`` fields do not matter.
+    there as well. Values of ``overrides`` fields do not matter.
 
     Raises:
         ConfigError: the file is broken, or has a value that cannot be.
     """
     file = _read(folder)
-    found = {name: file[name] for name in SAMPLED if file.get(name) is not None}
+    values = {name: file[name] for name in SAMPLED if file.get(name) is not None}
     if file.get("do_sample") is False:
-        found = {"temperature": 0.0, **{name: found[name] for name in ("repetition_penalty",) if name in found}}
-    _check(folder / FILE, {name: value for name, value in found.items() if name not in given})
-    return found if found.keys() - {"repetition_penalty"} else {**CHAT, **found}
+        values = {"temperature": 0.0, **{name: values[name] for name in ("repetition_penalty",) if name in values}}
+    _check(folder / FILE, {name: value for name, value in values.items() if name not in overrides})
+    return values if values.keys() - {"repetition_penalty"} else {**CHAT, **values}
 
 
 def _check(file: Path, values: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def _check(file: Path, values: dict[str, Any]) -> None:
         try:
             SamplingParams(**{name: value})
         except ConfigError as error:
-            raise ConfigError(f"{file}: {error.asked}", error.wrong, f"correct the file, or give {name}") from error
+            raise ConfigError(f"{file}: {error.subject}", error.wrong, f"correct the file, or give {name}") from error
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _read(folder: Path) -> dict[str, Any]:
     file = folder / FILE
     if not is_file(file):
         return {}
-    found = read_json(file, _REMEDY)
-    if not isinstance(found, dict):
-        raise ConfigError(str(file), f"it holds a {type(found).__name__}, not an object", _REMEDY)
-    return found
+    content = read_json(file, _REMEDY)
+    if not isinstance(content, dict):
+        raise ConfigError(str(file), f"it holds a {type(content).__name__}, not an object", _REMEDY)
+    return content

@@ -173,14 +173,14 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     if not 1 <= int(match[2]) <= int(count):
         raise ConfigError(str(path), f"there is no part {int(match[2])} of {int(count)}", "restore its name")
     # A missing part is named before a list of 99,999 of them is made: the walk ends at the first.
-    found: list[Path] = []
+    parts: list[Path] = []
     for number in range(1, int(count) + 1):
         part = path.with_name(f"{stem}-{number:05d}-of-{count}{SUFFIX}")
         if not part.is_file():
             wrong = f"part {number} of {int(count)} is missing: {part.name}"
             raise ConfigError(f"model {path}", wrong, "put all parts into one folder")
-        found.append(part)
-    return tuple(found)
+        parts.append(part)
+    return tuple(parts)
 
 
 def gguf_of(place: Path, whole: Callable[[Path], bool]) -> Path | None:
@@ -198,11 +198,11 @@ def gguf_of(place: Path, whole: Callable[[Path], bool]) -> Path | None:
             raise ConfigError(f"model {place}", wrong, "name the folder that it is in")
         return parts_of(place)[0]
     files = sorted(place.glob(f"*{SUFFIX}")) if not whole(place) else []
-    found = sorted({parts_of(file)[0] for file in files})
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ConfigError(f"model folder {place}", f"it holds {len(found)} models: {names}", "name one of the files")
-    return found[0] if found else None
+    models = sorted({parts_of(file)[0] for file in files})
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models)
+        raise ConfigError(f"model folder {place}", f"it holds {len(models)} models: {names}", "name one of the files")
+    return models[0] if models else None
 
 
 def read_gguf(path: str | Path) -> GGUF:
@@ -223,7 +223,7 @@ def read_gguf(path: str | Path) -> GGUF:
 @lru_cache(maxsize=4)
 def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
     """Read files once; size and time of change are part of the key, so that a replaced file is read again."""
-    found: dict[str, GGUFTensor] = {}
+    named: dict[str, GGUFTensor] = {}
     files = [MappedFile(path) for path, _, _ in stamped]
     for number, file in enumerate(files):
         count = max(file.metadata.get("split.count", len(files)), 1)  # a merged file has 0
@@ -234,14 +234,14 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
             wrong = f"it is part {part + 1} of {count} (split.no, split.count), which its name lacks"
             raise ConfigError(str(file.path), wrong, f"put all parts into one folder, and name them {names}")
         for tensor in file.tensors:
-            if tensor.name in found:
+            if tensor.name in named:
                 file.refuse(f"tensor {shown(tensor.name)} is there twice")
-            found[tensor.name] = tensor
-    said = files[0].metadata.get("split.tensors.count", len(found))
-    if said != len(found):
-        files[0].refuse(f"the parts hold {len(found)} tensors, and {shown(said)} are announced")
+            named[tensor.name] = tensor
+    total = files[0].metadata.get("split.tensors.count", len(named))
+    if total != len(named):
+        files[0].refuse(f"the parts hold {len(named)} tensors, and {shown(total)} are announced")
     return GGUF(
-        tuple(path for path, _, _ in stamped), files[0].metadata, found, memoryview(files[0].data)[: files[0].keys_end]
+        tuple(path for path, _, _ in stamped), files[0].metadata, named, memoryview(files[0].data)[: files[0].keys_end]
     )
 
 
@@ -274,8 +274,8 @@ class FileTexts(Sequence[str]):
             ValueError: none is.
         """
         raw = text.encode()
-        wanted, at = struct.pack("<Q", len(raw)) + raw, int(self._starts[0])
-        while (at := self._data.find(wanted, at, int(self._starts[-1]))) >= 0:
+        pattern, at = struct.pack("<Q", len(raw)) + raw, int(self._starts[0])
+        while (at := self._data.find(pattern, at, int(self._starts[-1]))) >= 0:
             place = int(np.searchsorted(self._starts, at))
             if self._starts[place] == at:
                 return place
@@ -289,7 +289,7 @@ class FileTexts(Sequence[str]):
             return False
 
 
-# What the keys that are read here must be; what is in arrays of numbers is checked where they are used.
+# Types of the keys that are read here; arrays of numbers are checked where they are used.
 _RULES = {
     re.compile(r"tokenizer\.ggml\.(tokens|merges)"): "a list of texts",
     re.compile(r"tokenizer\.ggml\.(token_type|scores)"): "a list of numbers",
@@ -350,8 +350,8 @@ class MappedFile:
             self.refuse(f"key {shown(key)} is there twice")
         for pattern, rule in _RULES.items():
             if pattern.fullmatch(key) and not _FITS[rule](value):
-                said = "a list" if isinstance(value, np.ndarray | FileTexts) else shown(value)
-                self.refuse(f"key {shown(key)} is {said}, and must be {rule}")
+                listed = "a list" if isinstance(value, np.ndarray | FileTexts) else shown(value)
+                self.refuse(f"key {shown(key)} is {listed}, and must be {rule}")
         self.metadata[key] = value
 
     def _take(self, count: int) -> bytes:

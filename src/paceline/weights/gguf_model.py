@@ -54,20 +54,20 @@ _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long
 # What llama.cpp takes where a file lacks a key, for every architecture (its `load_hparams`); other keys must be there.
 _DEFAULTS: dict[str, Any] = {
     "attention.causal": True,
-    "attention.head_count_kv": lambda said: said.integer("attention.head_count"),
-    "attention.key_length": lambda said: said.integer("embedding_length") // said.integer("attention.head_count") or 1,
+    "attention.head_count_kv": lambda meta: meta.integer("attention.head_count"),
+    "attention.key_length": lambda meta: meta.integer("embedding_length") // meta.integer("attention.head_count") or 1,
     "attention.sliding_window": 0,
     "attention.sliding_window_pattern": 6,  # Gemma 3's
-    "attention.value_length": lambda said: said.integer("attention.key_length"),
+    "attention.value_length": lambda meta: meta.integer("attention.key_length"),
     "expert_count": 0,
     "final_logit_softcapping": 0.0,
     "pooling_type": 0,
-    "rope.dimension_count": lambda said: said.integer("attention.key_length"),
+    "rope.dimension_count": lambda meta: meta.integer("attention.key_length"),
     "rope.freq_base": 10_000.0,
     "rope.freq_base_swa": 10_000.0,  # Gemma 3's
     "rope.scale_linear": 1.0,
     "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.factor": lambda said: said.get("rope.scale_linear"),  # of files that are older than it
+    "rope.scaling.factor": lambda meta: meta.get("rope.scale_linear"),  # of files that are older than it
     "rope.scaling.original_context_length": 0,
     "rope.scaling.type": "linear",
     "rope.scaling.yarn_beta_fast": 32.0,
@@ -103,15 +103,15 @@ def architecture(model: GGUF) -> str:
         ConfigError: it is missing or unknown.
         CapabilityError: one that is known and not built.
     """
-    asked = f"GGUF file {model.path}"
-    found = model.metadata.get("general.architecture")
-    if isinstance(found, str) and found in _ARCHITECTURES:
-        return found
-    known = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
-    if isinstance(found, str) and (missing := unbuilt(found)):
-        raise CapabilityError(asked, f"its architecture {found!r} is known and not built; it has {missing}", known)
-    wrong = "it names no architecture" if found is None else f"its architecture {shown(found)} is not known here"
-    raise ConfigError(asked, wrong, known)
+    subject = f"GGUF file {model.path}"
+    name = model.metadata.get("general.architecture")
+    if isinstance(name, str) and name in _ARCHITECTURES:
+        return name
+    remedy = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
+    if isinstance(name, str) and (missing := unbuilt(name)):
+        raise CapabilityError(subject, f"its architecture {name!r} is known and not built; it has {missing}", remedy)
+    wrong = "it names no architecture" if name is None else f"its architecture {shown(name)} is not known here"
+    raise ConfigError(subject, wrong, remedy)
 
 
 def config_of(model: GGUF) -> dict[str, Any]:
@@ -121,35 +121,35 @@ def config_of(model: GGUF) -> dict[str, Any]:
         ConfigError: a key that is missing or cannot be.
         CapabilityError: an architecture or option that is not built.
     """
-    arch, said = architecture(model), _ArchMetadata(model)
-    if said.get("expert_count"):
-        raise CapabilityError(said.asked, "it is a mixture of experts, which is not supported", "use a dense model")
-    if said.get("pooling_type") or not said.get("attention.causal"):
-        raise CapabilityError(said.asked, "it computes embeddings, not text", "use a model that writes")
-    width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
-    head_dim = said.integer("attention.key_length")
-    if said.integer("attention.value_length") != head_dim:
-        raise CapabilityError(said.asked, "its keys and values differ in width", "use another model")
+    arch, meta = architecture(model), _ArchMetadata(model)
+    if meta.get("expert_count"):
+        raise CapabilityError(meta.subject, "it is a mixture of experts, which is not supported", "use a dense model")
+    if meta.get("pooling_type") or not meta.get("attention.causal"):
+        raise CapabilityError(meta.subject, "it computes embeddings, not text", "use a model that writes")
+    width, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
+    head_dim = meta.integer("attention.key_length")
+    if meta.integer("attention.value_length") != head_dim:
+        raise CapabilityError(meta.subject, "its keys and values differ in width", "use another model")
     values: dict[str, Any] = {
         "vocab_size": _vocabulary(model),
         "hidden_size": width,
-        "intermediate_size": said.integer("feed_forward_length"),
-        "num_hidden_layers": said.integer("block_count"),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "num_hidden_layers": meta.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": said.integer("attention.head_count_kv"),
+        "num_key_value_heads": meta.integer("attention.head_count_kv"),
         "head_dim": head_dim,
-        "max_position_embeddings": said.integer("context_length"),
-        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": said.number("rope.freq_base"),
+        "max_position_embeddings": meta.integer("context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": meta.number("rope.freq_base"),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "bos_token_id": model.token_id("bos"),
         "eos_token_id": _stop_ids(model),
         "dtype": _dtype(model),
     }
-    if (turned := said.integer("rope.dimension_count")) != head_dim:
+    if (turned := meta.integer("rope.dimension_count")) != head_dim:
         values["partial_rotary_factor"] = turned / head_dim
-    values |= {"rope_scaling": rope} if (rope := _rope(model, said)) else {}
-    return values | _ARCHITECTURES[arch](said)
+    values |= {"rope_scaling": rope} if (rope := _rope(model, meta)) else {}
+    return values | _ARCHITECTURES[arch](meta)
 
 
 class _ArchMetadata:
@@ -157,7 +157,7 @@ class _ArchMetadata:
 
     def __init__(self, model: GGUF) -> None:
         self.model, self.prefix = model, f"{architecture(model)}."
-        self.asked = f"GGUF file {model.path}"
+        self.subject = f"GGUF file {model.path}"
 
     def get(self, key: str) -> Any:
         """Return a key of the architecture, or its default; of an array all of whose entries agree, that entry."""
@@ -186,7 +186,7 @@ class _ArchMetadata:
 
     def _bad(self, key: str, value: Any, rule: str) -> None:
         wrong = "is missing" if value is None else f"is {shown(value)}; it must be {rule}"
-        raise ConfigError(self.asked, f"{self.prefix}{key} {wrong}", "download the file again, or convert it again")
+        raise ConfigError(self.subject, f"{self.prefix}{key} {wrong}", "download the file again, or convert it again")
 
 
 # Ends of a turn, of which llama.cpp takes the first that there is where no key names it.
@@ -195,22 +195,22 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "
 
 def _stop_ids(model: GGUF) -> list[int]:
     """Return the ids that end a text, a turn and a message."""
-    found = [model.token_id(role) for role in ("eos", "eot", "eom")]
-    if found[1] is None:
+    ids = [model.token_id(role) for role in ("eos", "eot", "eom")]
+    if ids[1] is None:
         tokens = model.metadata.get("tokenizer.ggml.tokens", ())
-        found[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
-    return list(dict.fromkeys(token for token in found if token is not None))
+        ids[1] = next((tokens.index(end) for end in _TURN_ENDS if end in tokens), None)
+    return list(dict.fromkeys(token for token in ids if token is not None))
 
 
 def _vocabulary(model: GGUF) -> int:
     """Return the rows of the embedding, which must agree with the tokens."""
     table, tokens = model.tensors.get("token_embd.weight"), model.metadata.get("tokenizer.ggml.tokens")
-    asked = f"GGUF file {model.path}"
+    what = f"GGUF file {model.path}"
     if table is None:
-        raise ConfigError(asked, "it has no tensor token_embd.weight: it is not a whole language model", "name another")
+        raise ConfigError(what, "it has no tensor token_embd.weight: it is not a whole language model", "name another")
     if tokens is not None and len(tokens) != table.shape[0]:
         wrong = f"it has {len(tokens):,} tokens, and an embedding of {table.shape[0]:,}"
-        raise ConfigError(asked, wrong, "convert the model again")
+        raise ConfigError(what, wrong, "convert the model again")
     return table.shape[0]
 
 
@@ -226,36 +226,36 @@ def _dtype(model: GGUF) -> str:
     return str(PLAIN[plain[0]]).removeprefix("torch.")
 
 
-def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
+def _rope(model: GGUF, meta: _ArchMetadata) -> dict[str, Any]:
     """Return the fields of ``rope_scaling``; none for the plain rotation.
 
     As in llama.cpp a factor scales whatever the type, unless that is "none"; 0 means no factor.
     """
-    kind, attention = said.get("rope.scaling.type"), said.number("rope.scaling.attn_factor")
+    kind, attention = meta.get("rope.scaling.type"), meta.number("rope.scaling.attn_factor")
     if kind not in ("none", "linear", "yarn", "longrope"):
-        wrong = f"{said.prefix}rope.scaling.type is {shown(kind)}, a rotation that is not known here"
-        raise CapabilityError(said.asked, wrong, "use another model")
-    unscaled = kind == "none" or said.get("rope.scaling.factor") == 0
-    factor = 1.0 if unscaled else said.number("rope.scaling.factor")
-    context = said.integer("context_length")
-    original = said.integer("rope.scaling.original_context_length", 0) or context
+        wrong = f"{meta.prefix}rope.scaling.type is {shown(kind)}, a rotation that is not known here"
+        raise CapabilityError(meta.subject, wrong, "use another model")
+    unscaled = kind == "none" or meta.get("rope.scaling.factor") == 0
+    factor = 1.0 if unscaled else meta.number("rope.scaling.factor")
+    context = meta.integer("context_length")
+    original = meta.integer("rope.scaling.original_context_length", 0) or context
     # Divisors of each frequency: Llama 3's, or LongRoPE's for short texts.
     divisors = model.tensors.get("rope_freqs.weight") or model.tensors.get("rope_factors_short.weight")
     if kind == "yarn":
         if divisors is not None:
-            wrong = f"it has both {shown(divisors.name)} and {said.prefix}rope.scaling.type 'yarn', which is not built"
-            raise CapabilityError(said.asked, wrong, "use another model")
+            wrong = f"it has both {shown(divisors.name)} and {meta.prefix}rope.scaling.type 'yarn', which is not built"
+            raise CapabilityError(meta.subject, wrong, "use another model")
         return {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": original,
-            "beta_fast": said.number("rope.scaling.yarn_beta_fast"),
-            "beta_slow": said.number("rope.scaling.yarn_beta_slow"),
+            "beta_fast": meta.number("rope.scaling.yarn_beta_fast"),
+            "beta_slow": meta.number("rope.scaling.yarn_beta_slow"),
             "attention_factor": attention * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         }
     if divisors is None and attention == 1:
         return {"rope_type": "linear", "factor": factor} if factor != 1 else {}
-    plain = [1.0] * (said.integer("rope.dimension_count") // 2)
+    plain = [1.0] * (meta.integer("rope.dimension_count") // 2)
     return {
         "rope_type": "longrope",
         "original_max_position_embeddings": original if "rope_factors_long.weight" in model.tensors else context,
@@ -264,29 +264,29 @@ def _rope(model: GGUF, said: _ArchMetadata) -> dict[str, Any]:
     }
 
 
-def _gemma3(said: _ArchMetadata) -> dict[str, Any]:
+def _gemma3(meta: _ArchMetadata) -> dict[str, Any]:
     """Add what no file names: the scale of the largest model's scores; without windows all layers rotate alike."""
-    window = said.integer("attention.sliding_window", least=0) or None
-    layers, width, heads = (said.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
+    window = meta.integer("attention.sliding_window", least=0) or None
+    layers, width, heads = (meta.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
     return {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": window,
-        "sliding_window_pattern": said.integer("attention.sliding_window_pattern") if window else 1,
-        "rope_local_base_freq": said.number("rope.freq_base_swa"),
-        "query_pre_attn_scalar": width // heads if layers == 62 else said.integer("attention.key_length"),
-        "final_logit_softcapping": said.get("final_logit_softcapping"),
+        "sliding_window_pattern": meta.integer("attention.sliding_window_pattern") if window else 1,
+        "rope_local_base_freq": meta.number("rope.freq_base_swa"),
+        "query_pre_attn_scalar": width // heads if layers == 62 else meta.integer("attention.key_length"),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
     }
 
 
 # The keys of each architecture in addition to those of all.
 _ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
-    "llama": lambda said: {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in said.model.tensors},
-    "phi3": lambda said: {"model_type": "phi3", "sliding_window": said.integer("attention.sliding_window", 0) or None},
-    "qwen2": lambda said: {"model_type": "qwen2"},
-    "qwen3": lambda said: {"model_type": "qwen3"},
-    "smollm3": lambda said: {"model_type": "smollm3", "no_rope_layer_interval": 4},
+    "llama": lambda meta: {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in meta.model.tensors},
+    "phi3": lambda meta: {"model_type": "phi3", "sliding_window": meta.integer("attention.sliding_window", 0) or None},
+    "qwen2": lambda meta: {"model_type": "qwen2"},
+    "qwen3": lambda meta: {"model_type": "qwen3"},
+    "smollm3": lambda meta: {"model_type": "smollm3", "no_rope_layer_interval": 4},
 }
 
 
@@ -296,19 +296,19 @@ def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTens
     Raises:
         ConfigError: a tensor that is missing, misshaped or left over.
     """
-    wanted = {piece.source: piece for piece in weight_map(config)}
+    expected = {piece.source: piece for piece in weight_map(config)}
     model = read_gguf(path)
     stored = {tensor.source: tensor for tensor in tensors_of(model)}
-    for name in wanted.keys() - stored.keys():
+    for name in expected.keys() - stored.keys():
         raise ConfigError(f"GGUF file {path}", f"it misses tensor {name}", "download the file again")
     for name, tensor in stored.items():
-        if name not in wanted:
+        if name not in expected:
             wrong = f"it has tensor {shown(tensor.name)}, for which this architecture has no place here"
             raise ConfigError(f"GGUF file {path}", wrong, "use another model")
-        if tensor.shape != wanted[name].shape:
-            wrong = f"tensor {shown(tensor.name)} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
+        if tensor.shape != expected[name].shape:
+            wrong = f"tensor {shown(tensor.name)} is {list(tensor.shape)}, not {list(expected[name].shape)}"
             raise ConfigError(f"GGUF file {path}", f"{wrong} by its metadata", "convert the model again")
-    return [(wanted[name], tensor) for name, tensor in stored.items()]
+    return [(expected[name], tensor) for name, tensor in stored.items()]
 
 
 def read_gguf_config(path: Path) -> DecoderConfig:
@@ -321,5 +321,5 @@ def read_gguf_config(path: Path) -> DecoderConfig:
     try:
         return replace(decoder_config(config_of(model)), norm_offset=0.0)  # the converter has added it
     except ConfigError as error:  # CapabilityError is one
-        named = error.asked.replace("config.json", f"GGUF file {path}")
+        named = error.subject.replace("config.json", f"GGUF file {path}")
         raise type(error)(named, error.wrong, error.remedy) from error

@@ -5,7 +5,7 @@ and letters beyond ASCII in ``tekken`` and ``gpt-4o``, and wide spaces in ``deep
 the pattern that the model was trained with holds.
 
 Two kinds of vocabulary are read. ``gpt2`` merges pairs of bytes by rank, within pieces that the file's pre-tokenizer
-cuts; ``llama`` (SentencePiece) merges characters by the score of what comes out, and falls back to bytes.
+cuts; ``llama`` (SentencePiece) merges characters by the score of the result, and falls back to bytes.
 
 Source: llama.cpp's ``llama-vocab.cpp`` (which pre-tokenizer cuts how, and defaults of flags); the patterns are those of
 the models' own ``tokenizer.json``.
@@ -81,30 +81,30 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
         return None
     name = f"{hashlib.sha256(model.header).hexdigest()[:32]}-{FORM}.json"
     with tempfile.TemporaryDirectory() as elsewhere:
-        kept = (user_cache() or Path(elsewhere)) / "tokenizers" / name
+        file = (user_cache() or Path(elsewhere)) / "tokenizers" / name
         with suppress(Exception):  # none yet, or damaged: it is made again
-            return Tokenizer.from_file(str(kept))
+            return Tokenizer.from_file(str(file))
         _check_template(model, model.metadata.get("tokenizer.chat_template"))  # the header has it: once is enough
-        made = _quicker(_Builder(model).tokenizer().to_str())
+        content = _quicker(_Builder(model).tokenizer().to_str())
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            scratch = kept.with_suffix(f".{os.getpid()}")
-            scratch.write_text(made, encoding="utf-8")
-            scratch.replace(kept)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            scratch = file.with_suffix(f".{os.getpid()}")
+            scratch.write_text(content, encoding="utf-8")
+            scratch.replace(file)
         except OSError:  # a folder that cannot be written: it is made each time
-            kept = Path(elsewhere) / name
-            kept.write_text(made, encoding="utf-8")
-        return Tokenizer.from_file(str(kept))
+            file = Path(elsewhere) / name
+            file.write_text(content, encoding="utf-8")
+        return Tokenizer.from_file(str(file))
 
 
-def _quicker(made: str) -> str:
+def _quicker(content: str) -> str:
     """Return a ``tokenizer.json`` whose merges are texts, which `tokenizers` reads faster than pairs."""
-    said = json.loads(made)
-    merges = said["model"]["merges"]
+    tokenizer = json.loads(content)
+    merges = tokenizer["model"]["merges"]
     if any(" " in part for merge in merges for part in merge):  # a text could be cut in two ways
-        return made
-    said["model"]["merges"] = [" ".join(merge) for merge in merges]
-    return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
+        return content
+    tokenizer["model"]["merges"] = [" ".join(merge) for merge in merges]
+    return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":"))
 
 
 def load_gguf_tokenizer(model: GGUF) -> Any:
@@ -133,8 +133,8 @@ class GGUFTokenizer:
     def __init__(self, backend: Any, roles: Mapping[str, str], template: str | None, begins: bool) -> None:
         from tokenizers import AddedToken
 
-        known = {token.content for token in backend.get_added_tokens_decoder().values()}
-        backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in known])
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in added])
         self._tokenizer, self._roles, self._template, self._begins = backend, roles, template, begins
 
     def encode(self, text: str, **options: Any) -> list[int]:
@@ -155,8 +155,8 @@ class GGUFTokenizer:
     @property
     def chat_template(self) -> str | None:
         """Return the template of chats, as `whole` has it."""
-        known = not (self._template and self._begins) or _WRITES_BOS.match(self._template)
-        return self._template if known and "whole" not in vars(self) else self.whole.chat_template
+        plain = not (self._template and self._begins) or _WRITES_BOS.match(self._template)
+        return self._template if plain and "whole" not in vars(self) else self.whole.chat_template
 
     @cached_property
     def whole(self) -> Any:
@@ -165,12 +165,12 @@ class GGUFTokenizer:
         from transformers import TokenizersBackend
 
         options = {"clean_up_tokenization_spaces": False, "chat_template": self._template, **self._roles}
-        made = TokenizersBackend(tokenizer_object=Tokenizer(models.BPE()), **options)  # which it copies: an empty one
-        made._tokenizer = self._tokenizer
+        whole = TokenizersBackend(tokenizer_object=Tokenizer(models.BPE()), **options)  # which it copies: an empty one
+        whole._tokenizer = self._tokenizer
         # llama.cpp begins a chat with BOS where the file's flag is set and the template does not write it.
-        if self._template and self._begins and not _writes(made, made.bos_token):
-            made.chat_template = "{{ bos_token }}" + self._template
-        return made
+        if self._template and self._begins and not _writes(whole, whole.bos_token):
+            whole.chat_template = "{{ bos_token }}" + self._template
+        return whole
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -197,16 +197,16 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tra
 def _check_template(model: GGUF, template: Any) -> None:
     import jinja2
 
-    asked, remedy = f"the chat template in {model.path}", "repair the file's template, or convert the model again"
+    subject, remedy = f"the chat template in {model.path}", "repair the file's template, or convert the model again"
     if template is None:
         return
     if not isinstance(template, str):
-        raise ConfigError(asked, f"it is {shown(template)}, no text", remedy)
+        raise ConfigError(subject, f"it is {shown(template)}, no text", remedy)
     text = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # marks of transformers', for training
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(asked, f"it cannot be parsed: {error.message} in line {error.lineno}", remedy) from error
+        raise ConfigError(subject, f"it cannot be parsed: {error.message} in line {error.lineno}", remedy) from error
 
 
 def _writes(tokenizer: Any, bos: str | None) -> bool:
@@ -223,11 +223,11 @@ class _Builder:
 
     def __init__(self, model: GGUF) -> None:
         self.model, self.metadata = model, model.metadata
-        self.asked = f"the tokenizer in {model.path}"
+        self.subject = f"the tokenizer in {model.path}"
         self.kind = self.metadata.get("tokenizer.ggml.model")
         if self.kind not in ("gpt2", "llama"):
             wrong = f"tokenizer.ggml.model is {shown(self.kind)}; known here are 'gpt2' and 'llama'"
-            raise CapabilityError(self.asked, wrong, "use another model")
+            raise CapabilityError(self.subject, wrong, "use another model")
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -240,15 +240,15 @@ class _Builder:
         return [int(kind) for kind in self._list("token_type", len(self.tokens)) or [1] * len(self.tokens)]
 
     def _list(self, name: str, count: int | None) -> list[Any] | None:
-        found = self.metadata.get(f"tokenizer.ggml.{name}")
-        if found is None:
+        entries = self.metadata.get(f"tokenizer.ggml.{name}")
+        if entries is None:
             return None
-        if count is not None and len(found) != count:
-            self._refuse(f"it has {count:,} tokens, and {len(found):,} entries in tokenizer.ggml.{name}")
-        return list(found)
+        if count is not None and len(entries) != count:
+            self._refuse(f"it has {count:,} tokens, and {len(entries):,} entries in tokenizer.ggml.{name}")
+        return list(entries)
 
     def _refuse(self, wrong: str) -> None:
-        raise ConfigError(self.asked, wrong, "download the file again, or convert the model again")
+        raise ConfigError(self.subject, wrong, "download the file again, or convert the model again")
 
     @property
     def pre(self) -> str:
@@ -261,8 +261,8 @@ class _Builder:
         if name in PRE_TOKENIZERS:
             return str(name)
         wrong = "it names no pre-tokenizer" if name is None else f"its pre-tokenizer {shown(name)} is not known here"
-        known = f"convert it again with a newer llama.cpp; known are {', '.join(sorted(PRE_TOKENIZERS))}"
-        raise CapabilityError(self.asked, wrong, known)
+        remedy = f"convert it again with a newer llama.cpp; known are {', '.join(sorted(PRE_TOKENIZERS))}"
+        raise CapabilityError(self.subject, wrong, remedy)
 
     def named(self, name: str) -> str | None:
         """Return the text of the token that the file gives a role.
@@ -275,11 +275,11 @@ class _Builder:
 
     def adds(self, name: str) -> bool:
         """Return whether a text begins with BOS, or ends with EOS."""
-        said = self.metadata.get(f"tokenizer.ggml.add_{name}_token")
-        if said and self.named(name) is None:
+        flag = self.metadata.get(f"tokenizer.ggml.add_{name}_token")
+        if flag and self.named(name) is None:
             self._refuse(f"tokenizer.ggml.add_{name}_token is true, and tokenizer.ggml.{name}_token_id is missing")
         usual = name == "bos" and (self.kind == "llama" or self.pre in _WHOLE)
-        return bool(usual if said is None else said) and self.named(name) is not None
+        return bool(usual if flag is None else flag) and self.named(name) is not None
 
     def tokenizer(self) -> Any:
         """Return the ``tokenizers.Tokenizer``.
@@ -291,10 +291,10 @@ class _Builder:
         if len(vocabulary) != len(self.tokens):
             twice = next(token for i, token in enumerate(self.tokens) if vocabulary[token] != i)
             self._refuse(f"token {shown(twice)} is there twice")
-        made = self._by_rank(vocabulary) if self.kind == "gpt2" else self._by_score(vocabulary)
-        self._add_whole(made)
-        self._add_ends(made)
-        return made
+        tokenizer = self._by_rank(vocabulary) if self.kind == "gpt2" else self._by_score(vocabulary)
+        self._add_whole(tokenizer)
+        self._add_ends(tokenizer)
+        return tokenizer
 
     def _by_rank(self, vocabulary: dict[str, int]) -> Any:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -311,12 +311,12 @@ class _Builder:
             model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE)
         except Exception as error:  # tokenizers raises plain Exception
             self._refuse(f"its merges cannot be used ({error})")
-        made = Tokenizer(model)
+        tokenizer = Tokenizer(model)
         cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
         last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
-        made.decoder = decoders.ByteLevel()
-        return made
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
 
     def _by_score(self, vocabulary: dict[str, int]) -> Any:
         from tokenizers import Tokenizer, decoders, models, normalizers
@@ -325,7 +325,7 @@ class _Builder:
         if scores is None:
             self._refuse("it has no tokenizer.ggml.scores")
         unknown = next((self.tokens[i] for i, kind in enumerate(self.types) if kind == UNKNOWN), None)
-        made = Tokenizer(
+        tokenizer = Tokenizer(
             models.BPE(
                 vocab=vocabulary,
                 merges=_merges(vocabulary, [float(score) for score in scores or ()], self.types),
@@ -336,29 +336,29 @@ class _Builder:
         )
         prefix = bool(self.metadata.get("tokenizer.ggml.add_space_prefix", True))
         spaces = normalizers.Replace(" ", SPACE)
-        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-        return made
+        tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+        return tokenizer
 
-    def _add_whole(self, made: Any) -> None:
+    def _add_whole(self, tokenizer: Any) -> None:
         """Add tokens that are matched as a whole before anything else is cut."""
         from tokenizers import AddedToken
 
         # Phi-3's files do not state that its marks of turns swallow the spaces after them.
         phi3 = re.search("phi-?3", str(self.metadata.get("general.name", "")).lower()) is not None
         for kind in (UNKNOWN, CONTROL, USER_DEFINED):
-            found = [token for token, own in zip(self.tokens, self.types, strict=True) if own == kind]
-            made.add_tokens(
+            whole = [token for token, type_id in zip(self.tokens, self.types, strict=True) if type_id == kind]
+            tokenizer.add_tokens(
                 [
                     AddedToken(
                         token, normalized=False, special=kind != USER_DEFINED, rstrip=phi3 and token not in _BARE
                     )
-                    for token in found
+                    for token in whole
                 ]
             )
 
-    def _add_ends(self, made: Any) -> None:
+    def _add_ends(self, tokenizer: Any) -> None:
         from tokenizers import processors
 
         begin, end = ([self.named(name)] if self.adds(name) else [] for name in ("bos", "eos"))
@@ -366,7 +366,7 @@ class _Builder:
             names = [str(token) for token in (*begin, *end)]
             one = " ".join([*(f"{token}:0" for token in begin), "$A:0", *(f"{token}:0" for token in end)])
             ids = [(name, self.tokens.index(name)) for name in dict.fromkeys(names)]
-            made.post_processor = processors.TemplateProcessing(single=one, pair=f"{one} $B:1", special_tokens=ids)
+            tokenizer.post_processor = processors.TemplateProcessing(single=one, pair=f"{one} $B:1", special_tokens=ids)
 
 
 def _matchable(i: int, token: str) -> str:
@@ -377,10 +377,10 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Seque
     """Return every way to make a token of two others; the likelier the token, the earlier."""
     merged = ((token, i) for token, i in vocabulary.items() if types[i] not in (CONTROL, USER_DEFINED))
     ranked = sorted((-scores[i], i, token) for token, i in merged)
-    found = []
+    merges = []
     for _, _, token in ranked:
         for at in range(1, len(token)):
-            left, right = token[:at], token[at:]
-            if left in vocabulary and right in vocabulary:
-                found.append((left, right))
-    return found
+            first, second = token[:at], token[at:]
+            if first in vocabulary and second in vocabulary:
+                merges.append((first, second))
+    return merges

@@ -139,15 +139,15 @@ class GroupTensor:
         """Return [k] inputs sorted by their group; None: they are sorted, or a writer has left the table at -1."""
         if "groups" not in self.parts:
             return None
-        own, k = self._read("groups").long(), self.shape[1]
+        groups, k = self._read("groups").long(), self.shape[1]
         size = self._group
         in_order = torch.arange(k) // size
-        if torch.equal(own, in_order) or (self.quant.method == "compressed-tensors" and (own == -1).any()):
+        if torch.equal(groups, in_order) or (self.quant.method == "compressed-tensors" and (groups == -1).any()):
             return None
         if not self.quant.reordered:
             self._refuse("groups", "inputs are out of order, and quantization_config does not say desc_act")
-        order = own.argsort(stable=True)
-        if not torch.equal(own[order], in_order):
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order], in_order):
             self._refuse("groups", f"it does not give each of {k // size} groups {size} inputs")
         return order
 
@@ -181,31 +181,31 @@ def take_groups(
     Raises:
         ConfigError: a part that is missing or misshaped, or such parts without an entry in config.json.
     """
-    found, mains = {}, {names["codes"] for names in NAMES.values()}
+    tensors, mains = {}, {names["codes"] for names in NAMES.values()}
     for name, shape in shapes.items():
         stem = name.removesuffix("weight")
         main = next((last for last in mains if stem + last in stored), None)
         if name in stored or main is None or len(shape) != 2 or name.endswith("embed_tokens.weight"):
             continue
         first = stored[stem + main]
-        asked, (n, k) = f"tensor {first.name} in {first.file}", shape
+        subject, (n, k) = f"tensor {first.name} in {first.file}", shape
         if quant is None or main != NAMES[quant.method]["codes"]:
-            said = "no quantization_config" if quant is None else f"quantization_config of {quant.method}"
-            raise ConfigError(asked, f"it is quantised, and config.json has {said}", _RESTORE)
+            quantization = "no quantization_config" if quant is None else f"quantization_config of {quant.method}"
+            raise ConfigError(subject, f"it is quantised, and config.json has {quantization}", _RESTORE)
         if k % (BLOCK if quant.group_size == -1 else quant.group_size):
             size = f"blocks of {BLOCK}" if quant.group_size == -1 else f"groups of {quant.group_size}"
-            raise CapabilityError(asked, f"{k} inputs are not whole {size}", ORIGINAL)
+            raise CapabilityError(subject, f"{k} inputs are not whole {size}", ORIGINAL)
         parts = {}
-        for role, (types, wanted) in quant.parts(n, k).items():
+        for role, (types, expected) in quant.parts(n, k).items():
             last = NAMES[quant.method][role]
             if stem + last not in stored:
-                raise ConfigError(asked, f"there is no {last} next to it", _RESTORE)
+                raise ConfigError(subject, f"there is no {last} next to it", _RESTORE)
             part = parts[role] = stored.pop(stem + last)
-            if part.dtype not in types or part.shape != wanted:
-                wrong = f"it is {part.dtype} {list(part.shape)}, and config.json asks for {types[0]} {list(wanted)}"
+            if part.dtype not in types or part.shape != expected:
+                wrong = f"it is {part.dtype} {list(part.shape)}, and config.json asks for {types[0]} {list(expected)}"
                 raise ConfigError(f"tensor {part.name} in {part.file}", wrong, "use the config.json of these weights")
         bias = stem + "bias"  # old writers gave each linear one, zeros where the model has none
         if quant.method == "gptq" and bias in stored and bias not in shapes:
             parts["bias"] = stored.pop(bias)
-        found[name] = GroupTensor(name, quant, (n, k), parts)
-    return found
+        tensors[name] = GroupTensor(name, quant, (n, k), parts)
+    return tensors

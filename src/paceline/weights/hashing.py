@@ -36,24 +36,24 @@ def content_hash(file: Path) -> str:
         OSError: it cannot be read.
     """
     size, state = _state_of(file)
-    known = _found.get(state) or _recall(state)
-    if known is None:
+    digest = _found.get(state) or _recall(state)
+    if digest is None:
         settled = time.time() - file.stat().st_ctime > SETTLED_S  # before a byte is read: a change would be seen
-        known = _hash(file, size)
+        digest = _hash(file, size)
         if not settled or _state_of(file) != (size, state):
-            return known
-        _keep(state, known)
-    _found[state] = known
-    return known
+            return digest
+        _keep(state, digest)
+    _found[state] = digest
+    return digest
 
 
 def _state_of(file: Path) -> tuple[int, str]:
     """Return a file's size, and a digest of the facts that change with its content."""
     path = file.resolve(strict=True)  # without links: what several names lead to is read once
-    found = path.stat()
+    status = path.stat()
     # Nobody can set st_ctime: a file that got its old time back has a new one.
-    numbers = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
-    return found.st_size, hashlib.sha256(json.dumps([KIND, str(path), *numbers]).encode()).hexdigest()
+    numbers = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+    return status.st_size, hashlib.sha256(json.dumps([KIND, str(path), *numbers]).encode()).hexdigest()
 
 
 # -- reading
@@ -68,12 +68,12 @@ def _hash(file: Path, size: int) -> str:
 
 def _hash_piece(file: Path, start: int) -> bytes:
     """Hash the piece that begins at this byte; hashlib lets the other threads run meanwhile."""
-    digest, left, room = hashlib.sha256(), PIECE_BYTES, memoryview(bytearray(_BUFFER_BYTES))
+    digest, remaining, room = hashlib.sha256(), PIECE_BYTES, memoryview(bytearray(_BUFFER_BYTES))
     with file.open("rb", buffering=0) as stream:
         stream.seek(start)
-        while left and (count := stream.readinto(room[:left])):
+        while remaining and (count := stream.readinto(room[:remaining])):
             digest.update(room[:count])
-            left -= count
+            remaining -= count
     return digest.digest()
 
 
@@ -88,16 +88,16 @@ def _place(state: str) -> Path | None:
 def _recall(state: str) -> str | None:
     """Return the stored hash of a file in this state; None: nothing is stored, or nothing usable."""
     with suppress(OSError, ValueError, AttributeError):
-        known = _place(state).read_text("ascii")  # type: ignore[union-attr]
-        return known if re.fullmatch("[0-9a-f]{64}", known) else None
+        digest = _place(state).read_text("ascii")  # type: ignore[union-attr]
+        return digest if re.fullmatch("[0-9a-f]{64}", digest) else None
     return None
 
 
-def _keep(state: str, known: str) -> None:
+def _keep(state: str, digest: str) -> None:
     """Write in one step: a concurrent reader finds nothing, or the whole record."""
     with suppress(OSError, AttributeError):  # no such folder: it is computed at every start
         place: Path = _place(state)  # type: ignore[assignment]
         place.parent.mkdir(parents=True, exist_ok=True)
         fresh = place.with_name(f"{state}.{os.getpid()}")
-        fresh.write_text(known, "ascii")
+        fresh.write_text(digest, "ascii")
         fresh.replace(place)

@@ -34,8 +34,8 @@ def local(name: str) -> Path | None:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's message, cut short and printable."""
-    said = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
-    return said.splitlines()[0][:300].encode("utf-8", "backslashreplace").decode()
+    text = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
+    return text.splitlines()[0][:300].encode("utf-8", "backslashreplace").decode()
 
 
 def env_offline() -> bool:

@@ -71,8 +71,8 @@ def load_model(
         layout = layout.cut(ranks.share.cut)
     blocks = layout.blocks(config) if quant == "stored" else {}
     with memory_for(folder, layout, kind, place, blocks):
-        given: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
-        decoder = Decoder(config, attention, dtype=kind, device=place, **given)
+        options: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
+        decoder = Decoder(config, attention, dtype=kind, device=place, **options)
         decoder.allocate(blocks)
         for name, parameter in decoder.named_parameters():
             if ranks is not None and ranks.share.absent(name):
@@ -86,14 +86,14 @@ def load_model(
 
 def _part(layout: Layout, layers: tuple[int, int], ends: bool) -> Layout:
     """Return the part of a checkpoint that some of the layers need, under the names that they have alone."""
-    kept = []
+    pieces = []
     for piece, tensor in layout.pieces:
         match = re.fullmatch(r"layers\.(\d+)\.(.*)", piece.into)
         if match is None and ends:
-            kept.append((piece, tensor))
+            pieces.append((piece, tensor))
         elif match is not None and layers[0] <= int(match[1]) < layers[1]:
-            kept.append((replace(piece, into=f"layers.{int(match[1]) - layers[0]}.{match[2]}"), tensor))
-    return Layout(kept, layout.heads if ends else [])
+            pieces.append((replace(piece, into=f"layers.{int(match[1]) - layers[0]}.{match[2]}"), tensor))
+    return Layout(pieces, layout.heads if ends else [])
 
 
 @contextmanager
@@ -107,21 +107,21 @@ def memory_for(
     """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
     count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in blocks)
     # One tensor more: weights are converted and packed one at a time.
-    wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize
-    wanted += round(1.1 * sum(tensor.nbytes for own in blocks.values() for tensor in own))
+    needed_bytes = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize
+    needed_bytes += round(1.1 * sum(tensor.nbytes for block_tensors in blocks.values() for tensor in block_tensors))
     free = free_bytes(device)
-    asked = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
+    subject = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
     held = count + sum(piece.numel for piece, _ in layout.pieces if piece.into in blocks)
-    needs = f"its {held:,} parameters take {wanted / 2**30:.1f} GiB while they are loaded"
+    needs = f"its {held:,} parameters take {needed_bytes / 2**30:.1f} GiB while they are loaded"
     remedy = "use a smaller dtype or model, or free some memory"
-    if free is not None and wanted > free:
-        raise ConfigError(asked, f"{needs}, and {free / 2**30:.1f} GiB are free", remedy)
+    if free is not None and needed_bytes > free:
+        raise ConfigError(subject, f"{needs}, and {free / 2**30:.1f} GiB are free", remedy)
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ConfigError(asked, f"{needs}, which is more than this machine has", remedy) from error
+        raise ConfigError(subject, f"{needs}, which is more than this machine has", remedy) from error
 
 
 # --- weights --------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Layout:
 
     def cut(self, part: Callable[[Piece], Iterable[Piece]]) -> Layout:
         """Return the part that is read of each tensor, where that is not all."""
-        return Layout([(own, tensor) for piece, tensor in self.pieces for own in part(piece)])
+        return Layout([(part_piece, tensor) for piece, tensor in self.pieces for part_piece in part(piece)])
 
     def blocks(self, config: DecoderConfig) -> dict[str, list[BlockTensor]]:
         """Return the parameters that stay in blocks."""
@@ -159,31 +159,31 @@ def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) 
     """
     if is_gguf(folder):
         return Layout(read_pieces(folder, config))
-    wanted = {piece.source: piece for piece in weight_map(config) if piece.of_layer or not layers_only}
+    expected = {piece.source: piece for piece in weight_map(config) if piece.of_layer or not layers_only}
     stored = _by_source(stored_tensors(_weight_files(folder), RESTORE))
-    groups = take_groups(config.quantised, {source: piece.shape for source, piece in wanted.items()}, stored)
+    groups = take_groups(config.quantised, {source: piece.shape for source, piece in expected.items()}, stored)
     pieces: list[tuple[Piece, StoredTensor | BlockTensor]] = []
     for source, tensor in stored.items():
-        if source in wanted:
-            _check_piece(wanted[source], tensor)
-            pieces.append((wanted[source], tensor))
-    pieces += [(wanted[source], group) for source, group in groups.items()]
-    heads = [tensor for source, tensor in stored.items() if source == "lm_head.weight" and source not in wanted]
-    _refuse(folder, "misses", sorted(wanted.keys() - stored.keys() - groups.keys()))
-    _refuse(folder, "has unexpected", [stored[s].name for s in stored if s not in wanted and not _is_ignored(s)])
+        if source in expected:
+            _check_piece(expected[source], tensor)
+            pieces.append((expected[source], tensor))
+    pieces += [(expected[source], group) for source, group in groups.items()]
+    heads = [tensor for source, tensor in stored.items() if source == "lm_head.weight" and source not in expected]
+    _refuse(folder, "misses", sorted(expected.keys() - stored.keys() - groups.keys()))
+    _refuse(folder, "has unexpected", [stored[s].name for s in stored if s not in expected and not _is_ignored(s)])
     return Layout(pieces, heads)
 
 
 def _by_source(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
     """Return tensors by name, without the leading "model." that some checkpoints have."""
-    found: dict[str, StoredTensor] = {}
+    by_source: dict[str, StoredTensor] = {}
     for tensor in tensors:
         source = tensor.name.removeprefix("model.")
-        if source in found:
-            places = f"in {found[source].file.name} and in {tensor.file.name}"
+        if source in by_source:
+            places = f"in {by_source[source].file.name} and in {tensor.file.name}"
             raise ConfigError(f"tensor {source} in {tensor.file.parent}", f"it is there twice, {places}", RESTORE)
-        found[source] = tensor
-    return found
+        by_source[source] = tensor
+    return by_source
 
 
 def _is_ignored(source: str) -> bool:
@@ -192,14 +192,14 @@ def _is_ignored(source: str) -> bool:
 
 
 def _check_piece(piece: Piece, tensor: StoredTensor) -> None:
-    asked = f"tensor {piece.source} in {tensor.file}"
+    subject = f"tensor {piece.source} in {tensor.file}"
     if tensor.dtype not in _FLOATS:
         raise ConfigError(
-            asked, f"it is {tensor.dtype}, a quantised weight", "use the original checkpoint, or dtype='int8'"
+            subject, f"it is {tensor.dtype}, a quantised weight", "use the original checkpoint, or dtype='int8'"
         )
     if tensor.shape != piece.shape:
         raise ConfigError(
-            asked,
+            subject,
             f"its shape is {shown(list(tensor.shape))}, config.json asks for {list(piece.shape)}",
             "use the config.json that belongs to these weights",
         )

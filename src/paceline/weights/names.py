@@ -31,8 +31,8 @@ class Piece:
     @property
     def numel(self) -> int:
         """Return the number of elements that are read."""
-        taken = [len(range(n)[part]) for n, part in zip(self.shape, self.take, strict=False)]
-        return math.prod((*taken, *self.shape[len(taken) :]))
+        lengths = [len(range(n)[part]) for n, part in zip(self.shape, self.take, strict=False)]
+        return math.prod((*lengths, *self.shape[len(lengths) :]))
 
 
 # A layer's part -> the checkpoint's tensors that fill it, one after the other.
@@ -71,16 +71,16 @@ def weight_map(config: DecoderConfig) -> list[Piece]:
 
 def _of_tracks(c: DecoderConfig) -> list[Piece]:
     """Return one table for both ends, and of every track its layers and what it reads of the others."""
-    own, table = c.track, (c.vocab_size, c.d_model)
+    track_shape, table = c.track, (c.vocab_size, c.d_model)
     pieces = [Piece(source="embed_tokens.weight", into="embedding", shape=table), _norm(c, "norm", "norm")]
     for track in range(c.tracks):
         source = into = f"tracks.{track}"
         for index in range(c.num_layers):
-            pieces += _layer(own, f"{source}.layers.{index}", f"{into}.body.layers.{index}")
-        pieces.append(_norm(own, f"{source}.merge_norm", f"{into}.merge_norm"))
-        reads = c.d_model if c.merge == "gather" else own.d_model
+            pieces += _layer(track_shape, f"{source}.layers.{index}", f"{into}.body.layers.{index}")
+        pieces.append(_norm(track_shape, f"{source}.merge_norm", f"{into}.merge_norm"))
+        reads = c.d_model if c.merge == "gather" else track_shape.d_model
         merge: dict[str, Any] = {"source": f"{source}.merge.weight", "into": f"{into}.merge.weight"}
-        pieces.append(Piece(**merge, shape=(own.d_model, reads)))
+        pieces.append(Piece(**merge, shape=(track_shape.d_model, reads)))
     return pieces
 
 

@@ -26,7 +26,7 @@ class Published:
     hub: str  # ``organisation/name``: the same model, in its own precision
     licence: str
 
-    def found(self) -> Path | None:
+    def locate(self) -> Path | None:
         """Return the file in the installed package or in the cache, else the hub's folder, where its client has it."""
         return next((place for place in self.files() if place.is_file()), None) or self._of_hub()
 
@@ -53,8 +53,8 @@ class Published:
         """Return the hub's folder, where its client has it whole."""
         home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
         snapshots = Path(home).expanduser() / f"models--{self.hub.replace('/', '--')}" / "snapshots"
-        kept = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-        whole = [file.parent for file in kept if any(file.parent.glob("*.safetensors"))]
+        configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+        whole = [file.parent for file in configs if any(file.parent.glob("*.safetensors"))]
         return whole[-1] if whole else None
 
 

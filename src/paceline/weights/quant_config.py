@@ -48,75 +48,75 @@ class GroupQuant:
         """Return the tensors of a linear [n, k]: the types and the shape that each may have, by role."""
         groups, words = 1 if self.group_size == -1 else k // self.group_size, -(-n // 8)
         if self.method == "compressed-tensors":
-            found = {"codes": (_WORDS, (n, k // 8)), "scales": (_FLOATS, (n, groups)), "shape": (_WHOLE, (2,))}
-            found |= {} if self.symmetric else {"zeros": (_WORDS, (words, groups))}
-            return found | ({"groups": (_WHOLE, (k,))} if self.reordered else {})
+            shapes = {"codes": (_WORDS, (n, k // 8)), "scales": (_FLOATS, (n, groups)), "shape": (_WHOLE, (2,))}
+            shapes |= {} if self.symmetric else {"zeros": (_WORDS, (words, groups))}
+            return shapes | ({"groups": (_WHOLE, (k,))} if self.reordered else {})
         codes = (k, words) if self.method == "awq" else (k // 8, n)
-        found = {"codes": (_WORDS, codes), "zeros": (_WORDS, (groups, words)), "scales": (_FLOATS, (groups, n))}
-        return found | ({"groups": (_WHOLE, (k,))} if self.method == "gptq" else {})
+        shapes = {"codes": (_WORDS, codes), "zeros": (_WORDS, (groups, words)), "scales": (_FLOATS, (groups, n))}
+        return shapes | ({"groups": (_WHOLE, (k,))} if self.method == "gptq" else {})
 
 
-def read_group_quant(said: Json) -> GroupQuant:
+def read_group_quant(settings: Json) -> GroupQuant:
     """Parse ``quantization_config``.
 
     Raises:
         CapabilityError: a method, a number of bits or a form that is not read.
         ConfigError: values that contradict or cannot be.
     """
-    method = said.get("quant_method")
+    method = settings.get("quant_method")
     if method == "awq":
-        return _awq(said)
+        return _awq(settings)
     if method == "gptq":
-        return _gptq(said)
+        return _gptq(settings)
     if method == "compressed-tensors":
-        return _compressed_tensors(said)
+        return _compressed_tensors(settings)
     wrong = f"what is read is plain, or quantised with {', '.join(NAMES)}"
     raise CapabilityError(f"a checkpoint quantised with {shown(method)}", wrong, ORIGINAL)
 
 
-def _awq(said: Json) -> GroupQuant:
-    _only(said, "bits", 4)
+def _awq(settings: Json) -> GroupQuant:
+    _only(settings, "bits", 4)
     for name in ("version", "format", "checkpoint_format"):
-        _only(said, name, "gemm", "GEMM", None)
-    _only(said, "zero_point", True, None)
-    _only(said, "backend", None, "autoawq", "auto")
-    return GroupQuant(method="awq", group_size=_group_size(said), symmetric=False, reordered=False)
+        _only(settings, name, "gemm", "GEMM", None)
+    _only(settings, "zero_point", True, None)
+    _only(settings, "backend", None, "autoawq", "auto")
+    return GroupQuant(method="awq", group_size=_group_size(settings), symmetric=False, reordered=False)
 
 
-def _gptq(said: Json) -> GroupQuant:
-    _only(said, "bits", 4)
-    forms = [_only(said, name, None, "gptq", "gptq_v2") for name in ("checkpoint_format", "format")]
-    _only(said, "pack_dtype", None, "int32")
+def _gptq(settings: Json) -> GroupQuant:
+    _only(settings, "bits", 4)
+    forms = [_only(settings, name, None, "gptq", "gptq_v2") for name in ("checkpoint_format", "format")]
+    _only(settings, "pack_dtype", None, "int32")
     for name in ("is_marlin_format", "adapter", "rotation"):
-        _only(said, name, None, False, "")
-    overrides = said.get("dynamic") or {}
+        _only(settings, name, None, False, "")
+    overrides = settings.get("dynamic") or {}
     if not isinstance(overrides, dict) or any(not name.startswith("-:") for name in overrides):
         _refuse_value("dynamic", overrides, "modules that are quantised otherwise than the rest are not read")
     if {*forms} >= {"gptq", "gptq_v2"}:
         raise contradiction(f"{_CONFIG}: checkpoint_format", forms)
     return GroupQuant(
         method="gptq",
-        group_size=_group_size(said),
-        symmetric=bool(_only(said, "sym", True, False, None)),
-        reordered=bool(_only(said, "desc_act", True, False, None)),
+        group_size=_group_size(settings),
+        symmetric=bool(_only(settings, "sym", True, False, None)),
+        reordered=bool(_only(settings, "desc_act", True, False, None)),
         zero_offset=0 if "gptq_v2" in forms else 1,
     )
 
 
-def _compressed_tensors(said: Json) -> GroupQuant:
-    _only(said, "format", "pack-quantized")
+def _compressed_tensors(settings: Json) -> GroupQuant:
+    _only(settings, "format", "pack-quantized")
     for name in ("kv_cache_scheme", "transform_config"):
-        _only(said, name, None, {})
-    sparsity = said.get("sparsity_config") or {}
+        _only(settings, name, None, {})
+    sparsity = settings.get("sparsity_config") or {}
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
         _refuse_value("sparsity_config", sparsity, "sparse weights are not read")
-    schemes = said.get("config_groups")
+    schemes = settings.get("config_groups")
     if not isinstance(schemes, dict) or not schemes:
         _refuse_value("config_groups", schemes, "it must say how weights are quantised")
-    found = {_scheme(name, scheme) for name, scheme in schemes.items()}
-    if len(found) > 1:
+    schemes_read = {_scheme(name, scheme) for name, scheme in schemes.items()}
+    if len(schemes_read) > 1:
         _refuse_value("config_groups", [*schemes], "linears that are quantised in several ways are not read")
-    return found.pop()
+    return schemes_read.pop()
 
 
 def _scheme(name: str, scheme: Any) -> GroupQuant:
@@ -138,18 +138,18 @@ def _scheme(name: str, scheme: Any) -> GroupQuant:
     )
 
 
-def _group_size(said: Json) -> int:
-    value = said.get("group_size")
+def _group_size(settings: Json) -> int:
+    value = settings.get("group_size")
     if type(value) is not int or (value != -1 and (value < BLOCK or value % BLOCK)):
         _refuse_value("group_size", value, f"what is read is a multiple of {BLOCK}, or -1")
     return int(value)
 
 
-def _only(said: Json, name: str, *values: Any) -> Any:
+def _only(settings: Json, name: str, *values: Any) -> Any:
     """Return a value if it is one of these; None: it must not be set."""
-    value = said.get(name)
-    if not any(type(value) is type(known) and value == known for known in values):
-        listed = ", ".join(repr(known) for known in values if known is not None) or "nothing"
+    value = settings.get(name)
+    if not any(type(value) is type(allowed) and value == allowed for allowed in values):
+        listed = ", ".join(repr(allowed) for allowed in values if allowed is not None) or "nothing"
         _refuse_value(name, value, f"what is read is {listed}")
     return value
 

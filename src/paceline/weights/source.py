@@ -96,18 +96,18 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or "\0" in str(name_or_path):
         raise ConfigError(f"model {shown(name_or_path)}", "not a model's name", "name an embedded model or a folder")
     name = str(name_or_path)
-    found = zoo.find(name) or local(name)
-    if found is None and is_gguf(name):
+    folder = zoo.find(name) or local(name)
+    if folder is None and is_gguf(name):
         raise ConfigError(f"model {shown(name)}", "there is no such file", "check the path")
-    if found is None:
+    if folder is None:
         try:
             return from_hub(name, revision, offline or env_offline())
-        except ConfigError as error:
+        except ConfigError as e:
             remedy = did_you_mean(name, [entry.name for entry in zoo.available()])
-            raise ConfigError(error.asked, error.wrong, remedy + error.remedy[:1].upper() + error.remedy[1:]) from error
+            raise ConfigError(e.subject, e.wrong, remedy + e.remedy[:1].upper() + e.remedy[1:]) from e
     if revision is not None:
         raise ConfigError(f"revision={revision!r}", f"{name} is a local model", "leave revision out")
-    return found
+    return folder
 
 
 def reader_of(folder: Path) -> str | None:
@@ -161,7 +161,7 @@ def parse_dtype(dtype: str | torch.dtype, config: DecoderConfig) -> tuple[torch.
     return DTYPES[name], None
 
 
-def check_dtype(dtype: str | torch.dtype, asked: str = "dtype") -> str:
+def check_dtype(dtype: str | torch.dtype, subject: str = "dtype") -> str:
     """Return the name of a dtype, checked.
 
     Raises:
@@ -169,8 +169,8 @@ def check_dtype(dtype: str | torch.dtype, asked: str = "dtype") -> str:
     """
     name = str(dtype).removeprefix("torch.")
     if name not in (*DTYPES, *QUANTS, "auto"):
-        known = ", ".join(("auto", *QUANTS, *DTYPES))
-        raise ConfigError(f"{asked}={shown(name)}", "no such dtype", f"use one of: {known}")
+        names = ", ".join(("auto", *QUANTS, *DTYPES))
+        raise ConfigError(f"{subject}={shown(name)}", "no such dtype", f"use one of: {names}")
     return name
 
 
@@ -185,8 +185,8 @@ def parse_device(device: str | torch.device) -> torch.device:
     if place.type == "cpu" and place.index:
         raise ConfigError(f"device={shown(device)}", "the CPU is one device", "use 'cpu', and threads=... for cores")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        found = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
-        raise CapabilityError(f"device={device!r}", found, "use device='cpu', or a CUDA build of torch and a GPU")
+        devices = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        raise CapabilityError(f"device={device!r}", devices, "use device='cpu', or a CUDA build of torch and a GPU")
     return place
 
 
@@ -246,8 +246,8 @@ def _plain_tokenizer(folder: Path) -> bool:
     files = "tokenizer_config.json", "config.json"
     if not all(is_file(folder / name) for name in files):
         return False
-    said, model = (read_json(folder / name, RESTORE) for name in files)
-    if not isinstance(said, dict) or not isinstance(model, dict) or "auto_map" in said or "auto_map" in model:
+    settings, model = (read_json(folder / name, RESTORE) for name in files)
+    if not isinstance(settings, dict) or not isinstance(model, dict) or "auto_map" in settings or "auto_map" in model:
         return False
     kinds = "llama", "paceline_tracks"
-    return said.get("tokenizer_class") == "TokenizersBackend" and model.get("model_type") in kinds
+    return settings.get("tokenizer_class") == "TokenizersBackend" and model.get("model_type") in kinds

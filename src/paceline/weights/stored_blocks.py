@@ -25,28 +25,28 @@ def in_blocks(pieces: Pieces, config: DecoderConfig) -> dict[str, list[BlockTens
     Raises:
         CapabilityError: a tensor of a type without products here, which only a plain dtype can load.
     """
-    found: dict[str, list[tuple[Piece, BlockTensor]]] = {}
+    named: dict[str, list[tuple[Piece, BlockTensor]]] = {}
     for piece, tensor in pieces:
         if isinstance(tensor, GGUFTensor):
             tensor.require_product()
-        found.setdefault(piece.into, []).append((piece, tensor))
-    kept = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
-    wide = [name for name, own in found.items() if name not in kept and any(map(_blocked, own))]
+        named.setdefault(piece.into, []).append((piece, tensor))
+    whole = {name: parts for name, parts in named.items() if _stays(name, parts, groups_of(config))}
+    wide = [name for name, parts in named.items() if name not in whole and any(map(_blocked, parts))]
     if wide:
         why = f"heads of {config.head_dim} are not a multiple of {STEP}, or a part of a product is plain"
         log.warning("%d weights in blocks become bfloat16, %s the first: %s", len(wide), wide[0], why)
-    return {name: [tensor for _, tensor in sorted(own, key=lambda pair: pair[0].at)] for name, own in kept.items()}
+    return {name: [tensor for _, tensor in sorted(parts, key=lambda pair: pair[0].at)] for name, parts in whole.items()}
 
 
-def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
+def _stays(name: str, pieces: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
     """Return whether products with these blocks are compiled: inputs are contiguous, and parts are whole lines."""
-    if not all(_blocked(one) and len(one[1].shape) == 2 for one in own):
+    if not all(_blocked(one) and len(one[1].shape) == 2 for one in pieces):
         return False
     inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))
     if padded(inputs) != inputs:
         return False
-    types = {tensor.type for _, tensor in own}
-    rows = [tensor.shape[0] // (outputs or 1) * padded(outputs) if outputs else tensor.shape[0] for _, tensor in own]
+    types = {tensor.type for _, tensor in pieces}
+    rows = [tensor.shape[0] // (outputs or 1) * padded(outputs) if outputs else tensor.shape[0] for _, tensor in pieces]
     return len(types) == 1 or all(count % STEP == 0 for count in rows)
 
 

@@ -37,8 +37,8 @@ class TrainedConfig:
             ConfigError: ``name`` and the sentence ``rule``.
         """
         if not holds:
-            asked = f"{self.what} with {name}={shown(getattr(self, name))}"
-            raise ConfigError(asked, f"{name} {rule}", f"correct {name}")
+            subject = f"{self.what} with {name}={shown(getattr(self, name))}"
+            raise ConfigError(subject, f"{name} {rule}", f"correct {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +81,19 @@ class TrainedFiles:
             ConfigError: no such file, no JSON object, another format.
         """
         file = self._file(folder, self.config_file)
-        given = read_json(file, self.restore, "not JSON")
-        if not isinstance(given, dict):
+        content = read_json(file, self.restore, "not JSON")
+        if not isinstance(content, dict):
             raise ConfigError(str(file), "the file does not hold a JSON object", self.restore)
-        if self.format is not None and given.pop("format", None) != self.format:
+        if self.format is not None and content.pop("format", None) != self.format:
             raise ConfigError(str(file), f"it is not in format {self.format}", "train it again, or update Paceline")
-        return given
+        return content
 
     def config(self, kind: Callable[..., Config], folder: Path, readers: Readers | None = None) -> Config:
         """Return the shape in the JSON file; arguments and errors as for `made` and `entries`."""
-        return self.made(kind, self.entries(folder), folder / self.config_file, readers)
+        return self.build_config(kind, self.entries(folder), folder / self.config_file, readers)
 
-    def made(
-        self, kind: Callable[..., Config], given: Mapping[str, Any], file: Path, readers: Readers | None = None
+    def build_config(
+        self, kind: Callable[..., Config], values: Mapping[str, Any], file: Path, readers: Readers | None = None
     ) -> Config:
         """Return a dataclass ``kind`` from entries of the JSON file.
 
@@ -102,12 +102,12 @@ class TrainedFiles:
         Raises:
             ConfigError: an entry that is unknown or missing, a value that cannot be.
         """
-        known: Any = kind
-        given = {name: value for name, value in given.items() if (name, value) not in known.retired}
-        if unknown := sorted({*given} - {f.name for f in fields(known)}):
+        reader: Any = kind
+        values = {name: value for name, value in values.items() if (name, value) not in reader.retired}
+        if unknown := sorted({*values} - {f.name for f in fields(reader)}):
             raise ConfigError(str(file), f"unknown entries: {', '.join(unknown)[:200]}", self.restore)
         try:
-            return kind(**{name: (readers or {}).get(name, lambda v: v)(value) for name, value in given.items()})
+            return kind(**{name: (readers or {}).get(name, lambda v: v)(value) for name, value in values.items()})
         except ConfigError:
             raise
         except (TypeError, ValueError, AttributeError) as error:
@@ -138,26 +138,26 @@ class TrainedFiles:
         return module
 
     @torch.no_grad()
-    def copy(self, wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], file: Path) -> None:
+    def copy(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor], file: Path) -> None:
         """Copy the tensors of a file into those that they belong in, both by their names in the file.
 
         Raises:
             ConfigError: tensors that are missing, misshaped, left over, NaN or infinite.
         """
-        self._check_shapes(wanted, values, file)
+        self._check_shapes(targets, values, file)
         self._check_numbers(values, file)
-        for name, value in wanted.items():
+        for name, value in targets.items():
             value.data.copy_(values[name])
 
-    def _check_shapes(self, wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], file: Path) -> None:
-        for name in sorted({*wanted, *values}):
+    def _check_shapes(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor], file: Path) -> None:
+        for name in sorted({*targets, *values}):
             if name not in values:
                 wrong = "is missing"
-            elif name not in wanted:
+            elif name not in targets:
                 wrong = "has no place here"
-            elif values[name].shape != wanted[name].shape:
-                wrong = f"is {tuple(values[name].shape)}, wanted {tuple(wanted[name].shape)}"
-            elif wanted[name].is_floating_point() and not values[name].is_floating_point():
+            elif values[name].shape != targets[name].shape:
+                wrong = f"is {tuple(values[name].shape)}, wanted {tuple(targets[name].shape)}"
+            elif targets[name].is_floating_point() and not values[name].is_floating_point():
                 wrong = f"is {values[name].dtype}, no floating-point numbers"
             else:
                 continue
@@ -178,7 +178,7 @@ class TrainedFiles:
                 raise ConfigError(str(file), wrong, self.restore)
 
 
-def continued(found: Any, wanted: Any, folder: Path, other: Iterable[str] = ()) -> None:
+def continued(stored: Any, current: Any, folder: Path, other: Iterable[str] = ()) -> None:
     """Refuse to train on from a module of a folder whose shape, a dataclass, is not the wanted one.
 
     ``other`` fields and the target's may differ. Its target may have been an earlier state of this run's.
@@ -186,16 +186,16 @@ def continued(found: Any, wanted: Any, folder: Path, other: Iterable[str] = ()) 
     Raises:
         ConfigError: the first field that differs.
     """
-    for name in (f.name for f in fields(wanted)):
-        theirs, ours = getattr(found, name), getattr(wanted, name)
+    for name in (f.name for f in fields(current)):
+        theirs, ours = getattr(stored, name), getattr(current, name)
         if theirs != ours and name not in ("target", "fingerprint", *other):
             wrong = f"its {name} is {shown(theirs)}, this run's {shown(ours)}"
             raise ConfigError(f"training from {folder}", wrong, "train with its options, or without --init")
 
 
-def resumed(made: Made, config: Any, folder: Path, other: Iterable[str] = ()) -> Made:
+def resumed(target: Made, config: Any, folder: Path, other: Iterable[str] = ()) -> Made:
     """Return a module loaded from ``folder``, with this run's ``config``; arguments and errors as for `continued`."""
-    module: Any = made
+    module: Any = target
     continued(module.config, config, folder, other)
     module.config = config
-    return made
+    return target

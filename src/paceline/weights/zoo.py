@@ -85,8 +85,8 @@ def default_drafter(name: str, dtype: str = "auto") -> str | None:
 
 def trained_for(model: str) -> list[ZooEntry]:
     """Return the zoo's draft and trained sets for a model, which is a name or a folder."""
-    own = _entry(model)
-    return [e for e in _entries().values() if own and (e.target == own.name or e.name == own.draft)]
+    entry = _entry(model)
+    return [e for e in _entries().values() if entry and (e.target == entry.name or e.name == entry.draft)]
 
 
 def weights(kind: str, model: str) -> str | None:
@@ -99,8 +99,8 @@ def weights(kind: str, model: str) -> str | None:
 
 def readable(kind: str) -> dict[str, str]:
     """Return by model the names of the weights that `weights` returns for it."""
-    found = {entry.name: weights(kind, entry.name) for entry in available()}
-    return {model: name for model, name in found.items() if name is not None}
+    folders = {entry.name: weights(kind, entry.name) for entry in available()}
+    return {model: name for model, name in folders.items() if name is not None}
 
 
 def _entry(model: str) -> ZooEntry | None:
@@ -147,7 +147,7 @@ def _read(card: Path) -> ZooEntry:
         size = sum(file.stat().st_size for file in card.parent.glob("*.safetensors"))
         published = Published(**facts["published"]) if "published" in facts else None
         if published is not None:
-            path, size = published.found(), published.bytes
+            path, size = published.locate(), published.bytes
         return ZooEntry(name=card.parent.name, path=path, bytes=size, published=published, **values)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         wrong = f"not a readable zoo card ({error!r})"

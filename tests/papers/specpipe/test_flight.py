@@ -11,7 +11,7 @@ import torch
 from kits.masks import append_layer, kept_cache, pruned, subtree
 
 from paceline.model.stages import TEXT, Survivors
-from paceline.papers.specpipe.flight import NONE, Cut, Flight, Offer
+from paceline.papers.specpipe.flight import NONE, Cut, InFlightTree, Offer
 
 Path = tuple[int, ...]  # all tokens of the text up to a node's own
 
@@ -51,7 +51,7 @@ class World:
     """A tree, its events, a store that holds the path of every row, and frames with stages that hear late."""
 
     rng: random.Random
-    tree: Flight = field(default_factory=lambda: Flight(0, 0))
+    tree: InFlightTree = field(default_factory=lambda: InFlightTree(0, 0))
     events: list[tuple[str, Any]] = field(default_factory=list)
     store: list[Path] = field(default_factory=list)
     committed: int = 0
@@ -131,7 +131,7 @@ def test_trees_rows_and_late_stages_are_what_a_replay_finds(seed: int) -> None:
 def test_the_papers_masks_keep_the_same_tokens(seed: int) -> None:
     """A matrix that grows by layers and is pruned by the column rule, and a cache by row OR column, beside the tree."""
     rng = random.Random(seed)
-    tree = Flight(0, 0)
+    tree = InFlightTree(0, 0)
     (root,) = tree.enter(1)
     order, mask = [root], torch.ones(1, 1, dtype=torch.bool)  # of the tree
     held, cache = [root], mask  # of a device, which keeps what was said

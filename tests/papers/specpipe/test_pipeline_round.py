@@ -17,7 +17,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.draft.base import DrafterSpec
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
-from paceline.draft.sessions import Ask, Grown
+from paceline.draft.sessions import Ask, NewNodes
 from paceline.engine.base import RoundParts
 from paceline.engine.engine import Engine
 from paceline.engine.rounds import parse_round
@@ -152,7 +152,7 @@ def test_a_broken_source_is_left_alone() -> None:
     class Broken(LocalSessions):
         def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
             growth = LocalGrowing({}, {}, {}, done=True)
-            foreign = Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])
+            foreign = NewNodes(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])
             growth.levels.append({asks[0].key: foreign})
             return growth
 
@@ -210,7 +210,7 @@ def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
     engine.round = StaticTreeConfig(stages=4).build(RoundParts(target=DECODER, pool=engine.pool, drafter=draft))
     ticks = watch_ticks(engine.round)
     assert ids(run(engine, jobs)) == plain(jobs)
-    assert {tick.said for tick in ticks} >= {0, 1, 9}
+    assert {tick.count for tick in ticks} >= {0, 1, 9}
     entered = [tick.entered for tick in ticks if tick.entered]
     assert max(entered[1:]) == 21  # the root, 1 + 1 + 6 * 3 nodes
     assert len(ticks) == 4 * (1 + 5)  # the prompt; 5 trees of 9 tokens, the last one cut short

@@ -15,7 +15,7 @@ from kits.tiny import VOCAB, draft_model, streaming_model, tiny_decoder
 from paceline.api.llm import LLM
 from paceline.core.sampling import SamplingParams
 from paceline.draft.draft_model import DraftModel
-from paceline.draft.sessions import ROOT, Ask, Grown, Opening
+from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
 from paceline.papers.streaming.draft_sessions import StreamingSessions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -63,7 +63,7 @@ def test_chains_are_those_without_streams(params: SamplingParams, proposes: str)
         levels = {key: [draw.randrange(1, 7) for _ in range(3)] for key in (0, 1)}
         for key in (0, 1):
             twins = plain.grow([Ask(key, [(ROOT, token) for token in candidates[key]], [ROOT])])[0]
-            for place, node in enumerate([*twins.given, ROOT]):
+            for place, node in enumerate([*twins.added, ROOT]):
                 first = twins.parents.index(node)
                 rest = plain_chain(plain, key, twins.nodes[first], levels[key][place] - 1)
                 expected[key, place] = [(twins.tokens[first], twins.log_q[first]), *rest]
@@ -73,8 +73,8 @@ def test_chains_are_those_without_streams(params: SamplingParams, proposes: str)
         while asks:
             grown = streaming.grow(asks)
             for ask, one in zip(asks, grown, strict=True):
-                if one.given:
-                    tips |= {(ask.key, place): node for place, node in enumerate([*one.given, ROOT])}
+                if one.added:
+                    tips |= {(ask.key, place): node for place, node in enumerate([*one.added, ROOT])}
                 for place in range(3):
                     before = len(found[ask.key, place])
                     tips[ask.key, place] = follow(one, tips[ask.key, place], found[ask.key, place])
@@ -107,7 +107,7 @@ def test_chains_are_those_without_streams(params: SamplingParams, proposes: str)
         served.pool.check_idle()
 
 
-def follow(grown: Grown, tip: int, chain: list[tuple[int, float]]) -> int:
+def follow(grown: NewNodes, tip: int, chain: list[tuple[int, float]]) -> int:
     """Append what was drafted below a tip; returns the new one."""
     while tip in grown.parents:
         at = grown.parents.index(tip)

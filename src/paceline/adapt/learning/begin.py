@@ -32,14 +32,14 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
     Raises:
         ConfigError: a drafter that cannot learn, a round that runs it elsewhere, a folder that cannot be used.
     """
-    asked = f"learn={config.learn}"
+    subject = f"learn={config.learn}"
     assert config.learn is not None
-    part = learned_part(getattr(engine.round, "drafter", None), asked)
-    chosen = _chosen(config, part, asked)
+    part = learned_part(getattr(engine.round, "drafter", None), subject)
+    chosen = _chosen(config, part, subject)
     if engine.round.name != "serial":
-        raise CapabilityError(asked, f"the {engine.round.name} round drafts ahead of its steps", "use round=serial")
+        raise CapabilityError(subject, f"the {engine.round.name} round drafts ahead of its steps", "use round=serial")
     if config.tensor_parallel > 1:
-        raise CapabilityError(asked, "the target lies in several ranks", "leave out learn or tensor_parallel")
+        raise CapabilityError(subject, "the target lies in several ranks", "leave out learn or tensor_parallel")
     context = drafter_context(config, target.source)
     shape = target.decoder.config
 
@@ -60,19 +60,19 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         "rate": min(1e-3, RATE * WIDTH / shape.d_model),
     }
     sizes = torch.get_num_threads(), config.max_sequences
-    made = Learning(Path(config.learn).absolute(), engine, part, build, task, *sizes)
-    made.attend()
+    learning = Learning(Path(config.learn).absolute(), engine, part, build, task, *sizes)
+    learning.attend()
     log.warning(
         "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
-        made.folder,
+        learning.folder,
     )
-    return made
+    return learning
 
 
-def _chosen(config: LLMConfig, part: StateDrafter, asked: str) -> TrainedDrafterConfig:
+def _chosen(config: LLMConfig, part: StateDrafter, subject: str) -> TrainedDrafterConfig:
     """Return the configuration of the part that learns."""
     whole = drafter_of(config)
     for one in getattr(whole, "chosen", (whole,)):
         if isinstance(one, TrainedDrafterConfig) and one.kind == part.spec.name:
             return one
-    raise ConfigError(asked, "the drafter's weights were not found", "name them: drafter=eagle:FOLDER")
+    raise ConfigError(subject, "the drafter's weights were not found", "name them: drafter=eagle:FOLDER")

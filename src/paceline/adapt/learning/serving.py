@@ -76,7 +76,7 @@ class Learning:
         self._private()
         self.store = RequestStore(folder / files.REQUESTS)
         self._collector = StateCollector(most)
-        part.witness = self._collector.observe
+        part.on_states = self._collector.observe
         self.spare = (os.cpu_count() or 1) - threads >= 1  # a core that the engine leaves to the learner
         self.number, self.before, self.last_check = 0, 0, {}  # type: tuple[int, int, dict[str, Any]]
         self.kept = self.left_out = self.taken = self.returned = self.starts = 0
@@ -95,10 +95,10 @@ class Learning:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (self.folder / files.DRAFTERS).mkdir(exist_ok=True, mode=0o700)
-            known = files.read(self.folder / files.TASK, {})
+            task = files.read(self.folder / files.TASK, {})
             names = ("fingerprint", "kind")
-            if known and any(known.get(name) != self._task[name] for name in names):
-                wrong = f"it was learned in for another model ({known.get('model')}) or kind of drafter"
+            if task and any(task.get(name) != self._task[name] for name in names):
+                wrong = f"it was learned in for another model ({task.get('model')}) or kind of drafter"
                 raise ConfigError(f"learn={self.folder}", wrong, "name another folder")
             files.write(self.folder / files.TASK, self._task)
         except OSError as error:
@@ -116,8 +116,8 @@ class Learning:
         sequence = live.sequences[0]
         stats = sequence.stats
         if stats.passes and stats.drafted:
-            kept = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
-            kept.append(1 + stats.accepted / stats.passes)
+            lengths = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
+            lengths.append(1 + stats.accepted / stats.passes)
         whole = sequence.checker.finish_reason in ("stop", "length")
         if not live.store or not whole or sequence.checker.num_tokens < 2 or live.application is not None:
             self.left_out += 1
@@ -141,8 +141,8 @@ class Learning:
         self.part.release([s.key for live in self.engine.live.values() for s in live.sequences])
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
-        _become(self.part, vars(fresh) | {"witness": self._collector.observe})
-        self.engine.budget.renew(self.part.spec.name, self.last_check["is"])
+        _become(self.part, vars(fresh) | {"on_states": self._collector.observe})
+        self.engine.budget.reset_source(self.part.spec.name, self.last_check["is"])
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
 
     def _fell(self) -> bool:
@@ -155,7 +155,7 @@ class Learning:
         refused = [*files.read(self.folder / files.REFUSED, []), self.number]
         log.warning("drafter %d is accepted less than the one before it, which returns", self.number)
         _become(self.part, self._good)
-        self.engine.budget.renew(self.part.spec.name, fmean(self._accepted[self.before]) - 1)
+        self.engine.budget.reset_source(self.part.spec.name, fmean(self._accepted[self.before]) - 1)
         self.number, self._good, self.returned = self.before, None, self.returned + 1
         try:
             files.write(self.folder / files.REFUSED, refused)
@@ -165,7 +165,7 @@ class Learning:
     # -- in a thread of its own
 
     def _watch(self) -> None:
-        """Look after the learner as long as the engine is there."""
+        """Look after the learner while the engine runs."""
         idle, again, wait, seen = monotonic(), 0.0, AGAIN_S / 2, 0
         while not self._ended.wait(LOOK_S):
             now = monotonic()
@@ -215,9 +215,9 @@ class Learning:
         command = [sys.executable, "-m", "paceline.adapt.learner", str(self.folder), str(os.getpid())]
         try:
             handle = os.open(self.folder / files.LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-            with os.fdopen(handle, "ab") as said:
+            with os.fdopen(handle, "ab") as sink:
                 self._process = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
                 )
         except OSError as error:
             log.warning("the learner cannot be started: %s", error)
@@ -264,20 +264,20 @@ def _become(part: Drafter, values: dict[str, Any]) -> None:
     vars(part).update(values)
 
 
-def learned_part(drafter: Drafter | None, asked: str) -> StateDrafter:
+def learned_part(drafter: Drafter | None, what: str) -> StateDrafter:
     """Return the drafter, or the part of one, that can be learned.
 
     Raises:
         CapabilityError: none can.
     """
     parts = [] if drafter is None else drafter.parts or [drafter]
-    found = next((part for part in parts if isinstance(part, StateDrafter)), None)
-    if found is None:
+    head = next((part for part in parts if isinstance(part, StateDrafter)), None)
+    if head is None:
         wrong = "the drafter has no head that learns from states"
         raise CapabilityError(
-            asked, wrong, "draft with eagle or lyanna, as paceline adapt makes them, or leave learn out"
+            what, wrong, "draft with eagle or lyanna, as paceline adapt makes them, or leave learn out"
         )
-    if found.spec.taps != (LAST,):
+    if head.spec.taps != (LAST,):
         wrong = "the drafter reads other states of the target than its last one, which alone is kept"
-        raise CapabilityError(asked, wrong, "draft with an eagle or lyanna head of the last state, or leave learn out")
-    return found
+        raise CapabilityError(what, wrong, "draft with an eagle or lyanna head of the last state, or leave learn out")
+    return head

@@ -40,13 +40,13 @@ class StateCollector:
 
     def observe(self, step: StepFeatures) -> None:
         """Note the states that a pass showed; as `Drafter.observe`."""
-        shown = step.hidden.get(LAST)
-        if shown is not None:
+        hidden = step.hidden.get(LAST)
+        if hidden is not None:
             for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
                 if rows.stop > rows.start:
-                    self._note(view, first, shown, rows)
+                    self._note(view, first, hidden, rows)
 
-    def _note(self, view: Sequence, first: int, shown: Tensor, rows: slice) -> None:
+    def _note(self, view: Sequence, first: int, hidden: Tensor, rows: slice) -> None:
         text = self._texts.get(view.key)
         if text is None or text.stop < min(first, view.prompt_len):  # a gap in the prompt, after which all starts again
             start = max(first, view.prompt_len - PROMPT)
@@ -56,7 +56,7 @@ class StateCollector:
         end = min(first + rows.stop - rows.start, view.prompt_len + ANSWER - 1)
         if first <= text.stop < end:  # a gap in the answer ends it; after a preemption rows come again
             at = rows.start - first
-            text.states.append(shown[at + text.stop : at + end].clone())
+            text.states.append(hidden[at + text.stop : at + end].clone())
             text.stop = end
 
     def take(self, key: int) -> CollectedStates | None:

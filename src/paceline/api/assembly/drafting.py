@@ -1,4 +1,4 @@
-"""The drafter that a configuration names, with the models it runs, and the budget that says how much it drafts."""
+"""The drafter that a configuration names, with the models it runs, and the budget that states how much it drafts."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def _load_drafts(
 
     ``auto`` is what dtype "auto" means, and ``runtime`` starts all but this one of its ``processes``.
     """
-    wanted = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
+    draft_dtype = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
     revision = config.revision if name == config.model else None
-    source = resolve(name, wanted, revision, config.offline)
+    source = resolve(name, draft_dtype, revision, config.offline)
     if processes == 1:
         return load_source(config, source, exact=False, texts=texts)
-    asked = f"drafter='draft_model:{name}' with processes={processes}"
+    subject = f"drafter='draft_model:{name}' with processes={processes}"
     if source.shape.tracks != processes:
         wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is no draft of tracks"
-        raise ConfigError(asked, wrong, "give as many processes as tracks, or leave processes out")
+        raise ConfigError(subject, wrong, "give as many processes as tracks, or leave processes out")
     if runtime is None or parse_device(config.device).type != "cpu":
         wrong = "processes share a draft's tracks on CPUs, beside an engine"
-        raise CapabilityError(asked, wrong, "leave processes out")
+        raise CapabilityError(subject, wrong, "leave processes out")
     tokenizer, ranks = source.tokenizer(texts), runtime.start_tracks(config, source)
     decoder = load_track(config, source, ranks)
     assert ranks.line is not None, "rank 0 has the line to the others"
@@ -71,14 +71,14 @@ def drafter_of(config: LLMConfig) -> DrafterConfig | None:
 
 
 def _of_the_zoo(model: str, kind: str) -> str:
-    found = zoo.weights(kind, model)
-    if found is None:
+    weights = zoo.weights(kind, model)
+    if weights is None:
         trained = [entry.read_by for entry in zoo.trained_for(model) if entry.read_by in registry.names()]
         fits = ", ".join([*dict.fromkeys(trained), *registry.without_weights()])
         wrong = "it names no weights, and the zoo has none of it for this model"
         remedy = f"name them, as {kind}:FOLDER, or use a drafter that fits this model as it is: {fits}"
         raise ConfigError(f"drafter={kind!r} for {model}", wrong, remedy)
-    return found
+    return weights
 
 
 def build_drafter(
@@ -136,12 +136,12 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
     decoder = target.decoder
-    found, where = calibration.find(target.folder, fingerprint(config, decoder))
-    if found is None:
+    measured, where = calibration.find(target.folder, fingerprint(config, decoder))
+    if measured is None:
         return AutoBudget.of(drafter.spec, calibration.quick_estimate(decoder, config.max_sequences, why=where))
     named = drafter_of(config)
     draft = draft_key(str(getattr(named, "model", "")), str(getattr(named, "dtype", "auto")))
-    return AutoBudget.of(drafter.spec, found.table, found.drafts.get(draft))
+    return AutoBudget.of(drafter.spec, measured.table, measured.drafts.get(draft))
 
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...core.errors import CapabilityError, ConfigError
-from ...engine.base import Origin
+from ...engine.base import ModelOrigin
 from ...engine.engine import Engine, EngineLimits
 from ...engine.grammar import Grammars
 from ...engine.rounds import make_round, parse_round, round_of
@@ -69,12 +69,12 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
         round_of(config.round, drafter.spec)  # before anything is allocated or started
     if decoder.ranks is not None and drafter is not None and (drafter.spec.taps or drafter.spec.scratch):
         wrong = "it reads the target's states or weights, of which each rank has a part"
-        asked = f"tensor_parallel={config.tensor_parallel} with drafter {drafter.spec.name!r}"
-        raise CapabilityError(asked, wrong, "use draft_model, ngram, suffix or streams")
+        subject = f"tensor_parallel={config.tensor_parallel} with drafter {drafter.spec.name!r}"
+        raise CapabilityError(subject, wrong, "use draft_model, ngram, suffix or streams")
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
-        asked = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
-        raise CapabilityError(asked, wrong, "leave it out, or use another drafter")
+        subject = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
+        raise CapabilityError(subject, wrong, "leave it out, or use another drafter")
     max_model_len = model_length(config, decoder.config)
     same = {name: getattr(config, name) for name in ("max_sequences", "max_batch_rows", "max_waiting")}
     scheduler = SchedulerConfig(**same, max_prompt_rows=parse_prompt_rows(config.max_prompt_rows))
@@ -91,7 +91,7 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
     find, trained = partial(resolve_folder, offline=config.offline), partial(zoo.weights, model=config.model)
-    origin = Origin(source.name, source.folder, find, trained)
+    origin = ModelOrigin(source.name, source.folder, find, trained)
     parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
     parts |= {"origin": origin, "serve": partial(runtime.start_drafter, config, source, pool.num_tokens)}
     if config.pipeline is not None:

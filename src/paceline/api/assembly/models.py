@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...core.errors import CapabilityError
-from ...engine.base import Place
+from ...engine.base import WorkerPlace
 from ...engine.rounds import parse_round
 from ...kernels.layers import unsupported
 from ...model.attention import make_backend
@@ -48,7 +48,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class TargetPart:
-    """What a process, or all ranks of one, have of a target."""
+    """Describe what a process, or all ranks of one, have of a target."""
 
     layers: tuple[int, int] | None = None  # the first, and one past the last; None: all
     ends: bool = True  # whether embedding, final norm and head are there, too
@@ -92,16 +92,16 @@ def _decoder(
     config: LLMConfig, source: Source, exact: bool, device: str, part: TargetPart, ranks: Ranks | None = None
 ) -> Decoder:
     """Return a part of a checkpoint, or one rank's share of it."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "attention": make_backend(source.dtype, exact),
         "device": device,
         "native": compiled_layers(config, source.shape, source.dtype),
         "ranks": ranks,
     }
     if source.shape.tracks > 1:
-        return resolve_name(f"{_TRACKS}:load_tracks")(source, **given)
-    given |= {"layers": part.layers, "ends": part.ends}
-    return load_model(source, exact=exact, **given)
+        return resolve_name(f"{_TRACKS}:load_tracks")(source, **options)
+    options |= {"layers": part.layers, "ends": part.ends}
+    return load_model(source, exact=exact, **options)
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
@@ -115,7 +115,7 @@ def stage_devices(config: LLMConfig) -> list[str]:
     return share_devices(config.device, split.stages, torch.cuda.device_count())
 
 
-def draft_device(config: LLMConfig, place: Place) -> str:
+def draft_device(config: LLMConfig, place: WorkerPlace) -> str:
     """Return the device of a drafter in a process of its own: the named one, or the next one after the stages'."""
     devices = len(stage_devices(config)) + 1
     return place.device or share_devices(config.device, devices, torch.cuda.device_count())[-1]
@@ -138,7 +138,7 @@ def load_source(
     config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
 ) -> LoadedModel:
     """Return a checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
-    tokenizer = source.tokenizer(texts)  # before the weights: what is wrong with it is said at once
+    tokenizer = source.tokenizer(texts)  # before the weights: its errors show at once
     decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
     return LoadedModel(source, decoder, tokenizer)
 

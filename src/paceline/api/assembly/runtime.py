@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ...draft.sessions import GoingSessions
-from ...engine.base import Place
+from ...draft.sessions import AsyncSessions
+from ...engine.base import WorkerPlace
 from ...kv.pool import KVPool
 from ...model.parallel import Ranks
 from ...model.stage_line import StageLine
@@ -43,8 +43,8 @@ class Runtime:
         return _module("stage_worker").start_stages(config, target, pool, self._hosts)
 
     def start_drafter(
-        self, config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: Place
-    ) -> GoingSessions:
+        self, config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: WorkerPlace
+    ) -> AsyncSessions:
         """Start a configuration's drafter.
 
         Args:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ...model.decoder import TargetInfo
 
 MAX_NODES = 256
-USUAL_DEPTH = 5  # of a head that does not say what it was trained for
+USUAL_DEPTH = 5  # of a head that does not name its target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class EagleDrafter(StateDrafter):
         if isinstance(model, Eagle3Model):
             if num_layers is None:
                 wrong = "it reads three of the target's layers, and the target is not known when it is built"
-                raise CapabilityError(config.asked, wrong, "build it for a target in a folder")
+                raise CapabilityError(config.label, wrong, "build it for a target in a folder")
             taps = model.taps(num_layers)
         self.spec = DrafterSpec(
             name=config.kind,
@@ -124,10 +124,10 @@ class EagleDrafter(StateDrafter):
         model, self.target = self.model, target
         c, name = (model.head.config, model.facts.target) if isinstance(model, EagleModel) else (model.config, "")
         self.config.check_shape(c, name, target)
-        own, lent = model.embedding, target.handle
-        if own is not None and not torch.allclose(own.float(), lent.table().float().cpu(), rtol=1e-2, atol=1e-3):
+        rows, lent = model.embedding, target.handle
+        if rows is not None and not torch.allclose(rows.float(), lent.table().float().cpu(), rtol=1e-2, atol=1e-3):
             wrong = f"its embedding is not the one of {target.name}, which it is to be fed with"
-            raise CapabilityError(self.config.asked, wrong, "use the target that it was trained for")
+            raise CapabilityError(self.config.label, wrong, "use the target that it was trained for")
         model.embedding = None  # the target's serves both
         room = self.config.topk * max(1, self.depth - 1)
         network: HeadNetwork | Eagle3Network
@@ -136,8 +136,8 @@ class EagleDrafter(StateDrafter):
             network = HeadNetwork(model.head, target.handle, device, hot=self._hot, quant=quant)
         else:
             if self.config.storage not in ("auto", "plain"):
-                asked = f"{self.config.asked} with storage={self.config.storage}"
-                raise CapabilityError(asked, "an EAGLE-3 head runs on plain weights alone", "leave out storage")
+                what = f"{self.config.label} with storage={self.config.storage}"
+                raise CapabilityError(what, "an EAGLE-3 head runs on plain weights alone", "leave out storage")
             network = Eagle3Network(model, model.taps(target.num_layers), target.handle, device)
         self.body = StateSessions(self, network, room, self.config.past, max_sequences, pool_tokens, device)
 

@@ -63,11 +63,11 @@ class Eagle3Model:
         self.config: DecoderConfig = decoder_config({**config, "architectures": None})
         named = {name.replace("midlayer.", "layers.0."): value for name, value in values.items()}
         self.embedding = named.pop("embed_tokens.weight", None)
-        named.pop("t2d", None)  # what d2t says, from the other side
+        named.pop("t2d", None)  # the inverse of d2t
         self.aux = _named_layers(config, place)
         to_target = named.pop("d2t", None)
-        known = named.get("lm_head.weight")
-        tokens = self.config.vocab_size if known is None else len(known)
+        output_head = named.get("lm_head.weight")
+        tokens = self.config.vocab_size if output_head is None else len(output_head)
         self.tensors = {n: torch.zeros(shape) for n, shape in _shapes(self.config, tokens).items()}
         FILES.copy(self.tensors, named, place)
         self.tokens = torch.arange(tokens) + (0 if to_target is None else to_target.long())
@@ -105,14 +105,14 @@ def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refuse_variants(config: Mapping[str, Any], place: Path) -> None:
     """Refuse a config whose head computes something else than EAGLE-3 as published."""
-    found = {switch: what for switch, what in VARIANTS.items() if config.get(switch)}
+    unsupported = {switch: what for switch, what in VARIANTS.items() if config.get(switch)}
     if config.get("norm_output") is False:  # SpecForge's; in the configs of speculators it is the default
-        found["norm_output"] = "computes logits of states that are not normed"
+        unsupported["norm_output"] = "computes logits of states that are not normed"
     if False in (config.get("use_aux_hidden_state"), _inner(config).get("use_aux_hidden_state")):
-        found["use_aux_hidden_state"] = "reads the target's last state instead of three layers"
+        unsupported["use_aux_hidden_state"] = "reads the target's last state instead of three layers"
     if (layers := config.get("num_hidden_layers", 1)) != 1:
-        found["num_hidden_layers"] = f"has {shown(layers)} layers instead of one"
-    for switch, what in found.items():
+        unsupported["num_hidden_layers"] = f"has {shown(layers)} layers instead of one"
+    for switch, what in unsupported.items():
         remedy = f"use a head of EAGLE-3 as published; if it is one, remove `{switch}` from its config"
         raise CapabilityError(f"eagle head {str(place)!r}", f"`{switch}` says that the head {what}", remedy)
 
@@ -120,12 +120,12 @@ def _refuse_variants(config: Mapping[str, Any], place: Path) -> None:
 def _named_layers(config: Mapping[str, Any], place: Path) -> tuple[int, int, int] | None:
     """Return the layers whose inputs are tapped, where a config names them."""
     inputs, outputs = config.get(AUX), _inner(config).get(AUX)
-    found = inputs or outputs
-    if found is None:
+    layers = inputs or outputs
+    if layers is None:
         return None
-    if not isinstance(found, list) or len(found) != 3 or not all(type(x) is int for x in found):
-        raise ConfigError(f"eagle head {str(place)!r}", f"{AUX} is {shown(found)}, not three layers", "correct it")
-    low, mid, high = found if inputs else (layer + 1 for layer in found)
+    if not isinstance(layers, list) or len(layers) != 3 or not all(type(x) is int for x in layers):
+        raise ConfigError(f"eagle head {str(place)!r}", f"{AUX} is {shown(layers)}, not three layers", "correct it")
+    low, mid, high = layers if inputs else (layer + 1 for layer in layers)
     return low, mid, high
 
 
@@ -173,19 +173,19 @@ class Eagle3Network:
         self._rope = RopeTable(c.rope, handle.dtype, device)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """As `HeadNetwork.plan`."""
+        """Override `HeadNetwork.plan`."""
         return self._attention.plan(segments, positions, frozenset({None}))
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """As `HeadNetwork.read`: the three taps, mapped to one state."""
+        """Override `HeadNetwork.read`: the three taps, mapped to one state."""
         return F.linear(torch.cat([hidden[layer] for layer in self.taps], -1), self._weights["fc.weight"])
 
     def final(self, states: Tensor) -> Tensor:
-        """As `HeadNetwork.final`: as they are."""
+        """Override `HeadNetwork.final`: as they are."""
         return states
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
-        """As `HeadNetwork.run`; rows always have a token."""
+        """Override `HeadNetwork.run`; rows always have a token."""
         c = self.config
         embedded = self._norm("input_layernorm", self.handle.embed(batch.tokens))
         x = torch.cat((embedded, self._norm("hidden_norm", states)), -1)
@@ -193,17 +193,17 @@ class Eagle3Network:
         rotation = self._rope.rows(batch.positions)
         store(pool.k[0], batch.slots, rotated(k, *rotation))
         store(pool.v[0], batch.slots, v)
-        given = batch.attn, rotated(q, *rotation), pool.k[0], pool.v[0], c.head_dim**-0.5, None
-        hidden = states + self._times("self_attn.o_proj", self._attention.attend(*given))
+        arguments = batch.attn, rotated(q, *rotation), pool.k[0], pool.v[0], c.head_dim**-0.5, None
+        hidden = states + self._times("self_attn.o_proj", self._attention.attend(*arguments))
         inner = self._norm("post_attention_layernorm", hidden)
         gated = F.silu(self._times("mlp.gate_proj", inner)) * self._times("mlp.up_proj", inner)
         return hidden + self._times("mlp.down_proj", gated)
 
     def logits(self, states: Tensor) -> Tensor:
-        """As `HeadNetwork.logits`; tokens that the draft lacks are impossible."""
+        """Override `HeadNetwork.logits`; tokens that the draft lacks are impossible."""
         scale, floor = self._norms["norm.weight"]
-        own = F.linear(rms(states, scale, floor), self._weights["lm_head.weight"])
-        wide = own if own.dtype == torch.float64 else own.float()
+        scores = F.linear(rms(states, scale, floor), self._weights["lm_head.weight"])
+        wide = scores if scores.dtype == torch.float64 else scores.float()
         return wide.new_full((len(wide), self._vocab), -math.inf).index_copy_(1, self._tokens, wide)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ FILES = TrainedFiles("an EAGLE head", CONFIG_FILE, WEIGHTS_FILE, _RESTORE, None)
 
 @dataclass(frozen=True, kw_only=True)
 class EagleFacts(TrainedConfig):
-    """What a head of ours says about itself; a published one says nothing."""
+    """Facts of a head of ours; a published one has none."""
 
     what: ClassVar[str] = "eagle"
 
@@ -58,7 +58,7 @@ class EagleModel(nn.Module):
     """
 
     reads_tokens = feeds_tokens = True
-    info: Any = None  # what tokens say about their children's logits: nothing
+    info: Any = None  # no bias of tokens for their children's logits
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class EagleModel(nn.Module):
         layer: Mapping[str, Any], facts: EagleFacts, generator: torch.Generator, device: torch.device | str = "cpu"
     ) -> EagleModel:
         """Return one to be trained, in float32."""
-        made = EagleModel(layer, facts, device=device)
-        made.head.start(generator)
-        return made.requires_grad_(True)
+        model = EagleModel(layer, facts, device=device)
+        model.head.start(generator)
+        return model.requires_grad_(True)
 
     # -- files
 
@@ -92,8 +92,8 @@ class EagleModel(nn.Module):
         Raises:
             ConfigError: it is of another shape, or cannot be read.
         """
-        found = EagleModel.load(folder)
-        FILES.copy(self.head.tensors(), found.head.tensors(), folder / WEIGHTS_FILE)
+        model = EagleModel.load(folder)
+        FILES.copy(self.head.tensors(), model.head.tensors(), folder / WEIGHTS_FILE)
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
@@ -122,10 +122,10 @@ class EagleModel(nn.Module):
             wrong = "it is an EAGLE-3 head, which is drafted with as it is, and neither trained on nor written"
             raise CapabilityError(f"eagle head {str(place)!r}", wrong, "use a head of EAGLE or EAGLE-2")
         embedding = values.pop(EMBEDDING, None)
-        made = EagleModel(config, facts, bias="fc.bias" in values, dtype=dtype, device=device)
-        FILES.copy(made.head.tensors(), values, place / WEIGHTS_FILE)
-        made.embedding = embedding
-        return made
+        model = EagleModel(config, facts, bias="fc.bias" in values, dtype=dtype, device=device)
+        FILES.copy(model.head.tensors(), values, place / WEIGHTS_FILE)
+        model.embedding = embedding
+        return model
 
 
 def load_head(folder: str | Path) -> EagleModel | Eagle3Model:
@@ -141,19 +141,19 @@ def read_values(place: Path) -> dict[str, Tensor]:
 
 
 def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
-    """Return the layer's config of a head, and what it says about itself.
+    """Return the layer's config of a head, and its own facts.
 
     Raises:
         ConfigError: no such folder, or a file that is missing or broken.
         CapabilityError: one of the library speculators, of a kind that is not computed here.
     """
     file, values = place / CONFIG_FILE, FILES.entries(place)
-    own = values.pop(OWN, {})
-    if not isinstance(own, dict):
-        raise ConfigError(str(file), f"its {OWN!r} is {shown(own)}", "restore the file")
+    facts = values.pop(OWN, {})
+    if not isinstance(facts, dict):
+        raise ConfigError(str(file), f"its {OWN!r} is {shown(facts)}", "restore the file")
     if is_speculators(values):
         values = flat(values, place)
-    return {"model_type": "llama", **values}, FILES.made(EagleFacts, own, file)
+    return {"model_type": "llama", **values}, FILES.build_config(EagleFacts, facts, file)
 
 
 def is_third(values: Mapping[str, Tensor]) -> bool:

@@ -37,15 +37,15 @@ def flat(config: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """
     from transformers import LlamaConfig
 
-    asked = f"eagle head {str(place)!r}"
+    subject = f"eagle head {str(place)!r}"
     remedy = "use a head of EAGLE-3 with a Llama layer"
     kind, layer = config.get(TYPE), config.get(LAYER)
     if kind != "eagle3":
-        raise CapabilityError(asked, f"its {TYPE} is {shown(kind)}, not eagle3", remedy)
+        raise CapabilityError(subject, f"its {TYPE} is {shown(kind)}, not eagle3", remedy)
     if not isinstance(layer, dict):
-        raise ConfigError(asked, f"its {LAYER} is {shown(layer)}, no object", "restore the file")
+        raise ConfigError(subject, f"its {LAYER} is {shown(layer)}, no object", "restore the file")
     if layer.get("model_type", "llama") != "llama":
-        raise CapabilityError(asked, f"its layer is of the family {shown(layer['model_type'])}", remedy)
+        raise CapabilityError(subject, f"its layer is of the family {shown(layer['model_type'])}", remedy)
     whole = LlamaConfig(**layer).to_dict()  # the file leaves out what is transformers' default
     beside = {name: config[name] for name in COPIED if config.get(name) is not None}
     beside |= {switch: True for switch in VARIANTS if config.get(switch)}

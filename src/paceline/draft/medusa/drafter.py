@@ -1,9 +1,9 @@
 """Drafts by several heads on the target's last state (Medusa, Cai et al. 2024).
 
-Head j says what comes j + 2 tokens behind the last state's own token, whatever the token in between is. That state is
-of the token in front of the root, so head 0 proposes children of the root, head 1 their children, and so on. Which of a
-head's likeliest tokens become nodes is fixed before: the tree that has the most hits by the heads' calibrated rates
-(section 3.3). Its tokens and their scores are those of the moment.
+Head j predicts what comes j + 2 tokens after the last state's own token, whatever the token in between is. That state
+is of the token in front of the root, so head 0 proposes children of the root, head 1 their children, and so on. Which
+of a head's likeliest tokens become nodes is fixed before: the tree that has the most hits by the heads' calibrated
+rates (section 3.3). Its tokens and their scores are those of the moment.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MedusaConfig(TrainedDrafterConfig, ResamplingConfig):
         hot = load_hot(folder, heads.config.vocab_size)
         if hot is not None and heads.own is not None:
             wrong = "its folder names hot tokens, and its heads are its own, over all tokens"
-            raise CapabilityError(self.asked, wrong, f"remove {FILE} from it")
+            raise CapabilityError(self.label, wrong, f"remove {FILE} from it")
         return MedusaDrafter(self, heads, hot)
 
 
@@ -77,7 +77,7 @@ class MedusaDrafter(Drafter):
         heads: trained heads, in the target's dtype.
 
     Raises:
-        ConfigError: more heads are asked for than there are, or re-sampling that cannot be.
+        ConfigError: more heads are requested than there are, or re-sampling that cannot be.
     """
 
     trusted = True
@@ -103,7 +103,7 @@ class MedusaDrafter(Drafter):
             tree=not full.is_chain or self._resampling.on,
             sources=self._resampling.sources(config.kind),
         )
-        self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position behind
+        self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position after
 
     # -- the contract
 
@@ -137,38 +137,38 @@ class MedusaDrafter(Drafter):
         Empty where no state of the token before it was seen, and nothing was left over of the last draft.
         """
         rows = [*want.rows()]
-        left = [self._resampling.take(*row) for row in rows]
-        fresh, again = self._fresh(want, left), [Proposal() for _ in rows]
+        old = [self._resampling.take(*row) for row in rows]
+        fresh, again = self._fresh(want, old), [Proposal() for _ in rows]
         if self._resampling.on:
             rooms = [
                 self._resampling.share(budget, rest is not None)[1]
-                for (_, budget, _), rest in zip(rows, left, strict=True)
+                for (_, budget, _), rest in zip(rows, old, strict=True)
             ]
-            again = product_trees([*zip(want.sequences, left, rooms, strict=True)], self._k, self._coupled)
+            again = product_trees([*zip(want.sequences, old, rooms, strict=True)], self._k, self._coupled)
         return [*map(merge, fresh, again)]
 
-    def _fresh(self, want: DraftRequest, left: abc.Sequence[LevelScores | None]) -> list[Proposal]:
+    def _fresh(self, want: DraftRequest, old: abc.Sequence[LevelScores | None]) -> list[Proposal]:
         """Return the heads' output where a new draft is wanted."""
         views = want.sequences
         room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
         able = [
-            i for i, view in enumerate(views) if room[i] > 0 and self._knows(view) and self._resampling.fresh(left[i])
+            i for i, view in enumerate(views) if room[i] > 0 and self._knows(view) and self._resampling.fresh(old[i])
         ]
         proposals = [Proposal() for _ in views]
         want.passes = 1 if able else 0
         if able:
-            said = self._said([views[i] for i in able])
-            found = best_levels([(views[i], own) for i, own in zip(able, said, strict=True)], self._k, self._coupled)
-            for i, own, levels in zip(able, said, found, strict=True):
-                self._resampling.keep(views[i], own)
+            rated = self._said([views[i] for i in able])
+            sets = best_levels([(views[i], one) for i, one in zip(able, rated, strict=True)], self._k, self._coupled)
+            for i, one, levels in zip(able, rated, sets, strict=True):
+                self._resampling.keep(views[i], one)
                 tree = self.trees[min(want.max_depths[i], len(self.trees)) - 1]
-                proposals[i] = filled(tree, *levels, self._resampling.share(want.budgets[i], left[i] is not None)[0])
+                proposals[i] = filled(tree, *levels, self._resampling.share(want.budgets[i], old[i] is not None)[0])
         return proposals
 
     # -- the heads
 
     def _knows(self, view: Sequence) -> bool:
-        """Whether its last known state is that of the token in front of the root."""
+        """Return whether its last known state is that of the token in front of the root."""
         last = self._last.get(view.key)
         return last is not None and last[2] == len(view.tokens) - 1
 
@@ -198,35 +198,35 @@ class HeadPass:
         heads: trained heads.
         handle: of the target.
         count: heads that are used, the first ones.
-        hot: [H] int64, the only tokens that they say; None: all.
+        hot: [H] int64, the only tokens that they predict; None: all.
     """
 
     def __init__(self, heads: Heads, handle: TargetHandle, count: int, hot: Tensor | None = None) -> None:
         dtype, width = handle.dtype, heads.config.d_model
         matrices, bias = heads.matrices()[: count * width].to(dtype), heads.bias.detach()[:count].to(dtype)
-        own = None if heads.own is None else heads.own.detach()[:count].to(dtype)
+        outputs = None if heads.own is None else heads.own.detach()[:count].to(dtype)
         self.handle, self.count, self._hot = handle, count, hot
-        self.native = None if handle.stack is None else NativeHeads(handle.stack, matrices, bias, own, hot)
+        self.native = None if handle.stack is None else NativeHeads(handle.stack, matrices, bias, outputs, hot)
         self.blocks: LinearOp
         self.own: abc.Sequence[LinearOp] | None
         if self.native is not None:
             self.blocks, self.own = self.native.blocks, self.native.own or None
         else:
             self.blocks = make_linear(matrices, bias.flatten())
-            self.own = None if own is None else [make_linear(part, None) for part in own]
+            self.own = None if outputs is None else [make_linear(part, None) for part in outputs]
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, heads, V] float32 or wider, from raw states [rows, d_model]: the reference of `NativeHeads.best`."""
-        said = self._said(states)
-        return said if self._hot is None else masked(said, self._hot)
+        scores = self._said(states)
+        return scores if self._hot is None else masked(scores, self._hot)
 
     def _said(self, states: Tensor) -> Tensor:
         normed = self.handle.final(states)
         inner = self.blocks.wide(normed).unflatten(1, (self.count, -1))  # [rows, heads, d_model]
-        made = (normed.to(inner.dtype)[:, None] + torch.nn.functional.silu(inner)).to(normed.dtype)
+        states_out = (normed.to(inner.dtype)[:, None] + torch.nn.functional.silu(inner)).to(normed.dtype)
         if self.own is None:
-            return self.handle.logits(made.flatten(0, 1), normed=True).unflatten(0, (-1, self.count))
-        return torch.stack([head.wide(made[:, j].contiguous()) for j, head in enumerate(self.own)], dim=1)
+            return self.handle.logits(states_out.flatten(0, 1), normed=True).unflatten(0, (-1, self.count))
+        return torch.stack([head.wide(states_out[:, j].contiguous()) for j, head in enumerate(self.own)], dim=1)
 
 
 def static_trees(rates: abc.Sequence[abc.Sequence[float]], nodes: int) -> list[Proposal]:
@@ -254,9 +254,9 @@ def filled(
         tokens, log_q: [levels][k] of each head, best first.
         budget: nodes wanted.
     """
-    made, places, levels = Proposal(), [0], [0]  # of the tree's nodes: the node made of each, -1 none; its level
+    proposal, places, levels = Proposal(), [0], [0]  # of the tree's nodes: the node made of each, -1 none; its level
     for rank, parent in zip(tree.tokens, tree.parents, strict=True):
-        if len(made) == budget:
+        if len(proposal) == budget:
             break
         level, place = levels[parent], places[parent]
         levels.append(level + 1)
@@ -264,6 +264,6 @@ def filled(
         if place < 0 or chance == -inf:
             places.append(-1)
             continue
-        above = made.log_scores[place - 1] if place else 0.0
-        places.append(made.add(place, tokens[level][rank], above + chance))
-    return made
+        above = proposal.log_scores[place - 1] if place else 0.0
+        places.append(proposal.add(place, tokens[level][rank], above + chance))
+    return proposal

@@ -1,7 +1,7 @@
 """Medusa's heads: their numbers, their files, and what they make of a state.
 
-Head j (0, 1, ..) reads the target's last state after its final norm and says what comes j + 2 tokens after that
-state's own token; the target's head says what comes one after it:
+Head j (0, 1, ..) reads the target's last state after its final norm and predicts what comes j + 2 tokens after that
+state's own token; the target's head predicts what comes one after it:
 
     x_j = x + SiLU(W_j x + b_j),    logits_j = H_j x_j
 
@@ -36,7 +36,7 @@ PUBLISHED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MOST_HEADS = 16
 # A published tensor: head, place in its sequence of modules, and of the block's linear layer or the head after it.
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
-# What heads are taken to hit of which nothing is known: of head j's likeliest tokens the i-th so often.
+# Hit rates of heads of which nothing is known: of head j's likeliest tokens the i-th so often.
 _FIRST, _NEXT_HEAD, _NEXT_TOKEN = 0.5, 0.75, 0.35
 
 
@@ -66,11 +66,11 @@ class HeadsConfig(TrainedConfig):
     def hit_rates(self, count: int) -> list[list[float]]:
         """Return [heads][count] of the likeliest tokens of each head, never rising; where none are known, a guess."""
         guess = [[_FIRST * _NEXT_HEAD**j * _NEXT_TOKEN**i for i in range(count)] for j in range(self.heads)]
-        found = []
+        rates = []
         for row in self.accuracies or guess:
             level = [max(rate, 1e-6) for rate in row[:count]]
-            found.append([min(level[: i + 1]) for i in range(len(level))])
-        return found
+            rates.append([min(level[: i + 1]) for i in range(len(level))])
+        return rates
 
 
 class Heads(nn.Module):
@@ -88,14 +88,14 @@ class Heads(nn.Module):
         self.config = config
         k, d, rank = config.heads, config.d_model, config.rank
 
-        def made(*shape: int) -> nn.Parameter:
+        def parameter(*shape: int) -> nn.Parameter:
             return nan_parameter(shape, dtype, device, True)
 
-        self.weight = None if rank else made(k, d, d)  # W [K, out, in]
-        self.down = made(k, rank, d) if rank else None  # W = up down
-        self.up = made(k, d, rank) if rank else None
-        self.bias = made(k, d)
-        self.own = made(k, config.vocab_size, d) if config.own else None  # H
+        self.weight = None if rank else parameter(k, d, d)  # W [K, out, in]
+        self.down = parameter(k, rank, d) if rank else None  # W = up down
+        self.up = parameter(k, d, rank) if rank else None
+        self.bias = parameter(k, d)
+        self.own = parameter(k, config.vocab_size, d) if config.own else None  # H
 
     @staticmethod
     @torch.no_grad()
@@ -113,19 +113,19 @@ class Heads(nn.Module):
     def forward(self, normed: Tensor) -> Tensor:
         """Return [rows, K, d_model] x_j, from states [rows, d_model] after the final norm."""
         if self.weight is not None:
-            made = F.linear(normed, self.weight.flatten(0, 1)).unflatten(1, (self.config.heads, -1))
+            projected = F.linear(normed, self.weight.flatten(0, 1)).unflatten(1, (self.config.heads, -1))
         else:
             assert self.down is not None and self.up is not None, "a full matrix or two"
-            made = torch.einsum("rkn,ken->rke", torch.einsum("rd,knd->rkn", normed, self.down), self.up)
-        return normed[:, None] + F.silu(made + self.bias)
+            projected = torch.einsum("rkn,ken->rke", torch.einsum("rd,knd->rkn", normed, self.down), self.up)
+        return normed[:, None] + F.silu(projected + self.bias)
 
     def matrices(self) -> Tensor:
         """Return [K d_model, d_model] the W_j, one below the other."""
         if self.weight is not None:
             return self.weight.detach().flatten(0, 1)
         assert self.down is not None and self.up is not None, "a full matrix or two"
-        made = self.up.detach().float() @ self.down.detach().float()
-        return made.to(self.bias.dtype).flatten(0, 1)
+        products = self.up.detach().float() @ self.down.detach().float()
+        return products.to(self.bias.dtype).flatten(0, 1)
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
@@ -185,8 +185,8 @@ def _load_published(folder: Path, dtype: torch.dtype, device: torch.device | str
         wrong = "its heads have several blocks each"
         raise CapabilityError(str(file), wrong, "use heads of one block (medusa_num_layers=1)")
     names = {"weight": (0, "linear.weight"), "bias": (0, "linear.bias"), "own": (1, "weight")}
-    wanted = {(head, *rest) for head in range(count) for rest in names.values()}
-    if lost := sorted(wanted ^ {*parts}):
+    expected = {(head, *rest) for head in range(count) for rest in names.values()}
+    if lost := sorted(expected ^ {*parts}):
         head, place, name = lost[0]
         raise ConfigError(str(file), f"{head}.{place}.{name} is missing, or has no place", "download it again")
     try:
@@ -203,16 +203,16 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         with opened(file, "download it again"):
             return load_file(file)
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)  # tensors, and no code
+        loaded = torch.load(file, map_location="cpu", weights_only=True)  # tensors, and no code
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise ConfigError(str(file), f"not tensors alone ({str(error)[:100]})", "download it again") from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ConfigError(str(file), "not a dictionary of tensors", "download it again")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in loaded.items()}
 
 
 def _base_model(folder: Path) -> str:
-    """Return the model that published heads are said to be for; empty where nothing is said."""
+    """Return the model that published heads name; empty where they name none."""
     file = folder / "config.json"
     values = read_json(file, "download it again") if is_file(file) else {}
     name = values.get("base_model_name_or_path") if isinstance(values, dict) else None

@@ -1,1 +1,1 @@
-"""What drafters share that draft the target's last states: one decoder layer, fed with states and tokens."""
+"""Parts of drafters that draft the target's last states: one decoder layer, fed with states and tokens."""

@@ -110,23 +110,23 @@ class StateHead(nn.Module):
     def pieces(self) -> list[Piece]:
         """Return the layer's tensors in a file, and the parameters that they fill."""
         held = {name for name, _ in self.layer.named_parameters()}
-        found = [piece for piece in weight_map(self.config) if piece.source.startswith(LAYER)]
-        return [piece for piece in found if piece.into.removeprefix(LAYER) in held]
+        layer_pieces = [piece for piece in weight_map(self.config) if piece.source.startswith(LAYER)]
+        return [piece for piece in layer_pieces if piece.into.removeprefix(LAYER) in held]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters under their names in a file: ``fc.weight``, ``layers.0.self_attn.q_proj.weight`` and so on.
 
-        Views: what is copied into one fills the parameter.
+        Views: a copy into one fills the parameter.
         """
-        found = {f"fc.{name}": value.data for name, value in self.fc.named_parameters()}
+        tensors = {f"fc.{name}": value.data for name, value in self.fc.named_parameters()}
         if self.blank is not None:
-            found["blank"] = self.blank.data
+            tensors["blank"] = self.blank.data
         parameters = dict(self.layer.named_parameters())
         for piece in self.pieces():
             value = parameters[piece.into.removeprefix(LAYER)].data
             rows = value if piece.rows is None else value[piece.at : piece.at + piece.rows]
-            found[piece.source] = rows
-        return found
+            tensors[piece.source] = rows
+        return tensors
 
     # -- what training and the torch path of a drafter share
 

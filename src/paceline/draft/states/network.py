@@ -30,25 +30,25 @@ Storage = Literal["auto", "plain", "int8", "q8_0", "q4_0"]
 
 
 def storage_option() -> Storage:
-    """Return the field of a drafter's options that says how its weights are stored."""
-    said = "how its weights are stored: plain, in the target's number type; auto: in as many bits as the target's"
-    found: Storage = option("auto", help=said)
-    return found
+    """Return the field of a drafter's options that states how its weights are stored."""
+    about = "how its weights are stored: plain, in the target's number type; auto: in as many bits as the target's"
+    field_option: Storage = option("auto", help=about)
+    return field_option
 
 
-def stored_as(asked: Storage, target: TargetInfo) -> Quant | None:
+def stored_as(storage: Storage, target: TargetInfo) -> Quant | None:
     """Return the storage of a drafter's weights; None: plain.
 
     By default a draft takes the same share of a pass as of one over plain weights.
     """
-    if asked != "auto":
-        return None if asked == "plain" else asked
+    if storage != "auto":
+        return None if storage == "plain" else storage
     of_target = None if target.handle.stack is None else target.decoder.quant
     return "q4_0" if of_target == "stored" else of_target
 
 
 class HeadNetwork:
-    """Runs a state head: what computes the rows of a `StateBody`.
+    """Runs a state head: computes the rows of a `StateBody`.
 
     Args:
         head: its parameters; its layer is of no other use afterwards.
@@ -75,8 +75,8 @@ class HeadNetwork:
         c, self.handle, self.reads_tokens = head.config, handle, reads_tokens
         native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
         attention = make_backend(handle.dtype)
-        given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native, "quant": quant}
-        self.decoder = Decoder(c, attention, lender=handle, normed=True, **given)
+        options: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native, "quant": quant}
+        self.decoder = Decoder(c, attention, ends_of=handle, normed=True, **options)
         parameters = dict(self.decoder.named_parameters())
         for name, value in head.layer.named_parameters():
             parameters[f"layers.0.{name}"].data.copy_(value.data)
@@ -115,7 +115,7 @@ class HeadNetwork:
         return self.decoder.read(states)
 
     def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
-        """As `StateHead.fuse`."""
+        """Override `StateHead.fuse`."""
         if embedded is None:
             return self._fuse_state.add(states, self._constant)
         return self._fuse_all(torch.cat((embedded, states), -1))

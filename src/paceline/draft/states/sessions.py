@@ -4,7 +4,7 @@
     a text's row           made of the target's state at a position p and of the token at p + 1
     a node's row           made of the state that its parent's row predicts, and of its token
 
-K/V begins at the first state that the drafter was shown and goes on without a gap; where one comes (a prefix that was
+K/V begins at the first state that the drafter was shown and continues without a gap; where one comes (a prefix that was
 found in the cache, states that nobody took for a while), it begins again after it. Positions are counted from the first
 row on: rotary ones count differences alone, and a published head's do.
 
@@ -45,7 +45,7 @@ class StateSession(Session):
     """A sequence's text and tree, and the states that are known of both: of a node [d], which its row predicts."""
 
     start: int = 0  # position of the first row in the text
-    shown: list[Tensor] = field(default_factory=list)  # [rows, d] as the network reads them, that have no K/V yet
+    unread: list[Tensor] = field(default_factory=list)  # [rows, d] as the network reads them, that have no K/V yet
     waiting: int = 0  # rows of them
     provisional: int = 0  # last rows of the text that drafted states have made: the waiting ones replace them
 
@@ -64,15 +64,15 @@ class StateSession(Session):
         """Rows that the text's K/V lacks."""
         return self.waiting - self.provisional
 
-    def uncomputed(self, wanted: abc.Iterable[int]) -> list[int]:
+    def uncomputed(self, ends: abc.Iterable[int]) -> list[int]:
         """Return the nodes on the way to the wanted ones that have no state, parents first."""
-        return sorted({node for end in wanted for node in self.path(end) if node not in self.states})
+        return sorted({node for end in ends for node in self.path(end) if node not in self.states})
 
     def take(self, count: int) -> Tensor:
         """Return the first ``count`` waiting states, which wait no more."""
-        whole = join(self.shown)
+        whole = join(self.unread)
         self.waiting -= count
-        self.shown = [whole[count:]] if self.waiting else []
+        self.unread = [whole[count:]] if self.waiting else []
         return whole[:count] if self.waiting else whole
 
     def lose_rows(self) -> None:
@@ -113,7 +113,7 @@ class StateSessions(ObservingSessions):
         self.fuse, self.stack = network.fuse, network.stack
 
     def _begin(self, view: Sequence) -> StateSession:
-        session = StateSession(view, known=len(view.tokens))
+        session = StateSession(view, text_length=len(view.tokens))
         self._restart(session, 0)
         return session
 
@@ -124,24 +124,24 @@ class StateSessions(ObservingSessions):
         if not step.hidden or not len(next(iter(step.hidden.values()))):
             return
         states = self.network.read(step.hidden)
-        shown = states.shape[0]
+        total = states.shape[0]
         for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
             count = rows.stop - rows.start
             if count > 0:  # a part is copied, so that it does not keep the others in memory
-                self._note(view, first, states if count == shown else pick(states, range(rows.start, rows.stop)), count)
+                self._note(view, first, states if count == total else pick(states, range(rows.start, rows.stop)), count)
 
     def _note(self, view: Sequence, first: int, states: Tensor, count: int) -> None:
         session: StateSession = self._open.get(view.key) or self.follow(view)
         if session.seen != first:
             self._restart(session, first)
-        session.shown.append(states)
+        session.unread.append(states)
         session.waiting += count
         if self.past is not None and session.waiting > max(
             2 * self.past, CATCH_UP_ROWS
         ):  # nothing was drafted for long
-            last = pick(join(session.shown), range(session.waiting - self.past, session.waiting))
+            last = pick(join(session.unread), range(session.waiting - self.past, session.waiting))
             self._restart(session, session.seen - len(last))
-            session.shown, session.waiting = [last], len(last)
+            session.unread, session.waiting = [last], len(last)
 
     def _restart(self, session: StateSession, first: int) -> None:
         """Begin a text's K/V again at a position."""
@@ -149,7 +149,7 @@ class StateSessions(ObservingSessions):
             session.cache.release()
         most = session.view.max_len
         session.cache = self.pool.open(expected=None if most is None else most - first + self.room)
-        session.start, session.shown, session.waiting, session.provisional = first, [], 0, 0
+        session.start, session.unread, session.waiting, session.provisional = first, [], 0, 0
         session.lose_rows()
 
     def ready(self, view: Sequence) -> bool:
@@ -164,8 +164,8 @@ class StateSessions(ObservingSessions):
 
     # -- trees
 
-    def _clear(self, tree: StateSession, said: abc.Sequence[int]) -> None:
-        super()._clear(tree, said)
+    def _clear(self, tree: StateSession, tokens: abc.Sequence[int]) -> None:
+        super()._clear(tree, tokens)
         self._keep(tree, (), 0)
 
     def _keep(self, tree: StateSession, rows: abc.Sequence[int], done: int) -> None:
@@ -202,9 +202,9 @@ class StateSessions(ObservingSessions):
             predicted = self.network.run(packer.batch(), fed, self.network.reads_tokens, self.pool)
             for (session, node), state in zip(level, predicted, strict=True):
                 session.states[node] = state
-        wanted = [(one.session, node) for one in parts for node in one.wanted]
-        tokens = [s.nodes[node].token if node != ROOT else s.view.tokens[-1] for s, node in wanted]
-        return self.drafter.logits(torch.stack([s.states[node] for s, node in wanted]), tokens)
+        pairs = [(one.session, node) for one in parts for node in one.parents]
+        tokens = [s.nodes[node].token if node != ROOT else s.view.tokens[-1] for s, node in pairs]
+        return self.drafter.logits(torch.stack([s.states[node] for s, node in pairs]), tokens)
 
     # -- passes over texts
 
@@ -229,16 +229,16 @@ class StateSessions(ObservingSessions):
     def settle(self, views: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> None:
         """Note that so many rows of each are computed.
 
-        They replace provisional ones, and reserved ones are part of its text now; what is left stays reserved.
+        They replace provisional ones, and reserved ones are part of its text now; the rest stays reserved.
         """
         for view, count in zip(views, counts, strict=True):
             session: StateSession = self._open[view.key]
             replaced = min(session.provisional, count)
             session.provisional -= replaced
             if fresh := count - replaced:
-                left = session.cache.reserved - fresh
+                rest = session.cache.reserved - fresh
                 session.cache.advance(fresh)
-                session.cache.reserve(left)
+                session.cache.reserve(rest)
 
     def _forward_waiting(self, views: abc.Sequence[Sequence]) -> Tensor:
         """Compute one pass over the first waiting states of each; return [B, d] its last rows."""
@@ -259,9 +259,9 @@ class StateSessions(ObservingSessions):
             )
             ends.append(packer.rows - 1)
         fed = self.network.final(torch.cat(states))
-        found = self.network.run(packer.batch(), fed, self.network.reads_tokens, self.pool)
+        outputs = self.network.run(packer.batch(), fed, self.network.reads_tokens, self.pool)
         self.settle(views, [*map(len, states)])
-        return found if len(ends) == len(found) else found[ends]
+        return outputs if len(ends) == len(outputs) else outputs[ends]
 
     def extend(self, views: abc.Sequence[Sequence], states: Tensor, step: int) -> Tensor:
         """Return [B, d] row ``step`` (from 1 on) of a chain after each text, from ``states`` [B, d] without tokens."""

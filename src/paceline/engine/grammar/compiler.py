@@ -23,7 +23,7 @@ KEPT = 128  # compiled grammars
 # token took to find out is kept with the grammar: a pattern that needs much at first needs little later.
 INITIAL_FUEL, STEP_FUEL, STEP_ITEMS = 10_000_000, 700_000, 50_000
 # No white space that is not in a string: an answer cannot continue with blanks, and most punctuation is forced.
-# A schema's own "x-guidance" says otherwise.
+# A schema's own "x-guidance" overrides this.
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False}
 
 
@@ -58,29 +58,29 @@ class Grammars:
     def _parser(self, grammar: Grammar) -> LLMatcher:
         """Return a parser at the beginning of an output; errors as of `matcher`."""
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
                 self._compiled.move_to_end(grammar)
-        if found is not None and not isinstance(found, ConfigError):
-            parser = found.deep_copy()
+        if compiled is not None and not isinstance(compiled, ConfigError):
+            parser = compiled.deep_copy()
             parser.compute_bitmask()
             if not parser.is_error():
                 return parser
-            found = None  # copies share a lexer, and one of them has brought it to its limits, where it stays
-        if found is None:
+            compiled = None  # copies share a lexer, and one of them has brought it to its limits, where it stays
+        if compiled is None:
             try:
-                found = self._compile(grammar)
+                compiled = self._compile(grammar)
             except CapabilityError:
                 raise  # of the model, not of the grammar
             except ConfigError as error:
-                found = error
+                compiled = error
             with self._lock:
-                self._compiled[grammar] = found
+                self._compiled[grammar] = compiled
                 while len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-        if isinstance(found, ConfigError):
-            raise found
-        return found.deep_copy()
+        if isinstance(compiled, ConfigError):
+            raise compiled
+        return compiled.deep_copy()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         words = self._vocabulary()
@@ -93,14 +93,14 @@ class Grammars:
         failed, messages = LLMatcher.validate_grammar_with_warnings(source, words, limits=limits)
         if failed:
             raise _refused(grammar, messages[0])
-        made = LLMatcher(words, source, limits=limits, log_level=0)
-        if not made.is_error():
-            mask = made.compute_bitmask()  # tries the limits of a step, and whether anything can be said
-            if not made.is_error() and not any(mask):
+        matcher = LLMatcher(words, source, limits=limits, log_level=0)
+        if not matcher.is_error():
+            mask = matcher.compute_bitmask()  # tries the limits of a step, and whether any text is possible
+            if not matcher.is_error() and not any(mask):
                 raise _refused(grammar, "no text meets it")
-        if made.is_error():
-            raise _refused(grammar, "no text meets it" if "NoExtension" in made.get_error() else made.get_error())
-        return made
+        if matcher.is_error():
+            raise _refused(grammar, "no text meets it" if "NoExtension" in matcher.get_error() else matcher.get_error())
+        return matcher
 
     def _source(self, grammar: Grammar) -> str:
         from llguidance import LLMatcher
@@ -120,12 +120,12 @@ class Grammars:
     def _tags(self, grammar: Grammar) -> str:
         from llguidance import StructTag
 
-        told = _json(grammar, grammar.text)
+        content = _json(grammar, grammar.text)
         form = '{"structures": [{"begin": "<f>", "schema": {..}, "end": "</f>"}], "triggers": ["<f"]}'
         try:
-            triggers = [str(trigger) for trigger in told["triggers"]]
+            triggers = [str(trigger) for trigger in content["triggers"]]
             tags = []
-            for part in told["structures"]:
+            for part in content["structures"]:
                 trigger = next(t for t in triggers if t and part["begin"].startswith(t))
                 schema = json.dumps({"x-guidance": JSON_FORM} | _schema(grammar, json.dumps(part["schema"])))
                 tags.append(StructTag(trigger=trigger, begin=part["begin"], grammar=schema, end=part["end"]))
@@ -138,21 +138,21 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         if self._words is not None:
             return self._words
-        asked = "a grammar"
+        what = "a grammar"
         try:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
-            raise CapabilityError(asked, "llguidance is not installed", "run pip install 'paceline[serve]'") from error
+            raise CapabilityError(what, "llguidance is not installed", "run pip install 'paceline[serve]'") from error
         if self._tokenizer is None:
-            raise CapabilityError(asked, "this model has no tokenizer", "leave the grammar out")
+            raise CapabilityError(what, "this model has no tokenizer", "leave the grammar out")
         if not self._eos_ids:
-            raise CapabilityError(asked, "this model has no token that ends an answer", "leave the grammar out")
+            raise CapabilityError(what, "this model has no token that ends an answer", "leave the grammar out")
         try:
-            own = getattr(self._tokenizer, "whole", self._tokenizer)  # transformers', which it asks for by class
-            self._words = from_tokenizer(own, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+            whole = getattr(self._tokenizer, "whole", self._tokenizer)  # transformers', which it requests by class
+            self._words = from_tokenizer(whole, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except Exception as error:  # llguidance raises ValueError and more for what it cannot read
             wrong = f"llguidance cannot read this model's tokenizer ({error})"
-            raise CapabilityError(asked, wrong, "leave the grammar out") from error
+            raise CapabilityError(what, wrong, "leave the grammar out") from error
         return self._words
 
 
@@ -164,10 +164,10 @@ def _json(grammar: Grammar, text: str) -> Any:
 
 
 def _schema(grammar: Grammar, text: str) -> dict[str, Any]:
-    found = _json(grammar, text)
-    if not isinstance(found, dict | bool):
+    value = _json(grammar, text)
+    if not isinstance(value, dict | bool):
         raise _refused(grammar, "a schema is an object")
-    return found if isinstance(found, dict) else ({} if found else {"not": {}})
+    return value if isinstance(value, dict) else ({} if value else {"not": {}})
 
 
 def _choice(grammar: Grammar) -> str:

@@ -1,4 +1,4 @@
-"""A grammar next to one output: which tokens may follow, wherever in a draft tree that is asked."""
+"""A grammar next to one output: which tokens may follow, anywhere in a draft tree."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class GrammarMatcher:
         self._begin, self._vocab_size = parser, vocab_size
         self.fault: Exception | None = None
         self._own: _Place  # after the output
-        self._draft: _Place  # a copy, where it was asked last
+        self._draft: _Place  # a copy, at the place of the last call
         self._restart()
 
     def copy(self) -> GrammarMatcher:
-        """See `core.grammar.Matcher`."""
+        """Implement `core.grammar.Matcher`."""
         other, (parser, read) = copy(self), self._own
         other._own, other._draft = (parser.deep_copy(), [*read]), (parser.deep_copy(), [*read])
         return other
@@ -47,7 +47,7 @@ class GrammarMatcher:
         """Return [V] bool: the tokens that may follow. After a text that is not allowed, all: nobody gets there.
 
         Raises:
-            ConfigError: what follows takes more work to find out than a request is given.
+            ConfigError: the mask takes more work than a request is given.
         """
         words = torch.empty((self._vocab_size + 31) // 32, dtype=torch.int32)
         self.fill(output, words)
@@ -55,7 +55,7 @@ class GrammarMatcher:
         return torch.from_numpy(bits).view(torch.bool)
 
     def fill(self, output: Sequence[int], words: Tensor) -> None:
-        """See `core.grammar.Matcher`.
+        """Implement `core.grammar.Matcher`.
 
         Raises:
             ConfigError: as for a call.
@@ -73,11 +73,14 @@ class GrammarMatcher:
 
     def forced(self, output: Sequence[int], most: int) -> list[int]:
         """Return tokens of the text that follows whatever is chosen, split as the tokenizer would."""
-        found = None if most <= 0 else self._of_draft(output, lambda parser: parser.compute_ff_tokens())
-        return (found or [])[:most]
+        tokens = None if most <= 0 else self._of_draft(output, lambda parser: parser.compute_ff_tokens())
+        return (tokens or [])[:most]
 
     def _of_draft(self, output: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
-        """Ask after the whole output; None also where the parser fails, since drafts must not raise errors."""
+        """Query the parser after the whole output.
+
+        None also where the parser fails, since drafts must not raise errors.
+        """
         try:
             self._own = self._led(self._own, output)
             return self._ask(output, question)
@@ -87,7 +90,7 @@ class GrammarMatcher:
     def _ask(self, ids: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
         """Return the answer of a parser that has read these ids; None: the grammar does not allow them.
 
-        A parser that fails, which may come from questions about other texts, is replaced and asked once more.
+        A parser that fails, which may come from questions about other texts, is replaced and called once more.
         """
         for _ in range(2):
             parser, read = self._draft = self._led(self._draft, ids)

@@ -37,10 +37,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What a backend prepares once for all layers of a forward pass."""
+    """Describe what a backend prepares once for all layers of a forward pass."""
 
     segments: Sequence[Segment]
-    made: Any  # the backend's own
+    prepared: Any  # the backend's own
     held: Sequence[Tensor] = ()  # what must live as long
 
 

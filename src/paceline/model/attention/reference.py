@@ -30,7 +30,7 @@ class ReferenceAttention:
         """Return attention of every row over the keys that its mask shows."""
         outputs = []
         groups = query.shape[1] // k_cache.shape[0]
-        for segment, mask in zip(plan.segments, plan.made[window], strict=True):
+        for segment, mask in zip(plan.segments, plan.prepared[window], strict=True):
             q = query[segment.start : segment.stop]  # [rows, heads, head_dim]
             k = k_cache[:, segment.keys].repeat_interleave(groups, dim=0)  # [heads, keys, head_dim]
             v = v_cache[:, segment.keys].repeat_interleave(groups, dim=0)

@@ -6,8 +6,8 @@ shared by all layers.
 
 Exact. A row's bits must not depend on the other rows of the pass, so every row becomes a batch entry of
 its own: one query against its own keys, in plain decoding's order, padded with masked keys to a
-multiple of `BUCKET`. The kernel computes batch entries apart, and the shape of an entry depends on the
-row's position alone. What lies after the row's own keys is multiplied by zero. On CPUs entries are
+multiple of `BUCKET`. The kernel computes batch entries separately, and the shape of an entry depends on the
+row's position alone. Keys after the row's own are multiplied by zero. On CPUs entries are
 float32: in 16 bits the kernel rearranges the keys of each entry, which takes most of its time.
 """
 
@@ -69,7 +69,7 @@ class SdpaAttention:
     ) -> Tensor:  # [rows, heads * head_dim]
         """Return attention of every row over the keys of its own segment."""
         kernel: Callable[..., Tensor] = _attend_each if self.exact else _attend_together
-        calls = plan.made[window]
+        calls = plan.prepared[window]
         if len(calls) == 1:
             return kernel(calls[0], query, k_cache, v_cache, scale)
         return torch.cat([kernel(call, query[call.rows], k_cache, v_cache, scale) for call in calls])
@@ -148,8 +148,8 @@ def _exact_chain_calls(segment: Segment, positions: Tensor, window: int | None, 
         mask = keys < counts  # [rows, bucket]
         if window is not None:
             mask &= keys >= counts - window
-        own = slice(segment.start + row, segment.start + stop)
-        calls.append(Call(own, slice(segment.keys.start, segment.keys.start + bucket), _additive(mask, dtype), False))
+        rows = slice(segment.start + row, segment.start + stop)
+        calls.append(Call(rows, slice(segment.keys.start, segment.keys.start + bucket), _additive(mask, dtype), False))
         row = stop
     return calls
 
@@ -172,8 +172,8 @@ def _exact_gather_calls(segment: Segment, positions: Tensor, window: int | None,
         mask = torch.arange(bucket, device=device) < counts[start:stop, None]
         if window is not None:
             mask &= where[order] > rows[start:stop, None] - window
-        own = slice(segment.start + start, segment.start + stop)
-        calls.append(Call(own, slots[order], _additive(mask, dtype), False))
+        query_rows = slice(segment.start + start, segment.start + stop)
+        calls.append(Call(query_rows, slots[order], _additive(mask, dtype), False))
         start = stop
     return calls
 

@@ -1,8 +1,8 @@
 """Lyanna: a chain of drafted states, a tree of tokens made of it, and a second tree where the first was wrong.
 
 A draft is k passes of one layer, each from the state that the one before predicted, then one product of all k states
-with the target's head, then Algorithm 1 on its logits. The logits are kept: once the target has said which token was
-right, the levels behind it are biased by that token and give new candidates (Algorithm 2), without a pass. They are
+with the target's head, then Algorithm 1 on its logits. The logits are kept: once the target has chosen which token was
+right, the levels after it are biased by that token and give new candidates (Algorithm 2), without a pass. They are
 verified together with the next draft (verification fusion), or in its place.
 
 Source: Lyanna, sections 4 to 6.
@@ -122,7 +122,7 @@ class LyannaDrafter(StateDrafter):
         if shape.tokenizer and (tokenizer_mark(target.tokenizer) or shape.tokenizer) != shape.tokenizer:
             wrong = f"trained for {shape.target or 'another model'}: its tokenizer differs from {target.name}'s"
             remedy = f"use one that was trained for {target.name}, or train one"
-            raise CapabilityError(self.config.asked, wrong, remedy)
+            raise CapabilityError(self.config.label, wrong, remedy)
         reads, quant = self.model.reads_tokens, stored_as(self.config.storage, target)
         network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot, quant)
         self.body = StateSessions(self, network, self.depth, self.config.past, max_sequences, pool_tokens, device)
@@ -133,9 +133,9 @@ class LyannaDrafter(StateDrafter):
             self._info = token_info(info[0], NativeLinear(table, None))
 
     def logits(self, states: Tensor, tokens: abc.Sequence[int]) -> Tensor:
-        """See `StateDrafter`: with what the tokens say about their children."""
-        said, logits = self._bias(tokens), super().logits(states, tokens)
-        return logits if said is None else logits + said
+        """Implement `StateDrafter`: with what the tokens imply for their children."""
+        bias, logits = self._bias(tokens), super().logits(states, tokens)
+        return logits if bias is None else logits + bias
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
@@ -170,9 +170,9 @@ class LyannaDrafter(StateDrafter):
             token_info_sampling(growths, self._grower, self._bias)
 
     def _compiles(self, drafts: abc.Sequence[_SequenceDraft]) -> bool:
-        """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
-        known = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
-        return self.body.fuse is not None and known and self.config.sampling == "token_info"
+        """Return whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
+        compiled_rules = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
+        return self.body.fuse is not None and compiled_rules and self.config.sampling == "token_info"
 
     def _grow_compiled(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
         """Do what `_grow` does, in one compiled call."""
@@ -184,28 +184,28 @@ class LyannaDrafter(StateDrafter):
             return
         starts = [self._sample_start(draft) for draft in able]
         noisy = self.config.proposes == "coupled"
-        raw, found = sample(stack, starts, self.config.width, noisy, body.fuse, self._info, body.pool)
+        raw, trees = sample(stack, starts, self.config.width, noisy, body.fuse, self._info, body.pool)
         counts = [len(start.pending) for start in starts if start.steps]
         body.settle([draft.view for draft in fresh], counts)
         rows = iter(raw.split([draft.steps for draft in fresh]))
-        for draft, (tree, again) in zip(able, found, strict=True):
+        for draft, (tree, again) in zip(able, trees, strict=True):
             if tree is not None:
                 self._keep(draft, next(rows)).draft = Proposal(*tree[:3])
             if again is not None and draft.again is not None:
                 draft.again.draft = Proposal(*again[:3])
 
     def _sample_start(self, draft: _SequenceDraft) -> SampleStart:
-        """Where its trees start, for compiled code."""
+        """Return where its trees start, for compiled code."""
         tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
         rules = None if sampler.plain else sampler.rules
-        left = None if draft.again is None else draft.again.logits.contiguous()
-        most = self._resampling.share(draft.budget, left is not None)
+        rest = None if draft.again is None else draft.again.logits.contiguous()
+        most = self._resampling.share(draft.budget, rest is not None)
         if not steps:
-            return SampleStart([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, left, None, most)
+            return SampleStart([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, rest, None, most)
         text, pending, states = self.body.take(draft.view)
         first = text.cache.committed
         keys = text.cache.slots(0, first + len(pending) + steps - 1)
-        return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
+        return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, rest, states, most)
 
     def _keep(self, draft: _SequenceDraft, logits: Tensor) -> Growth:
         """Keep a new draft's logits [steps, V] for the next time; return its tree, still empty."""
@@ -215,15 +215,15 @@ class LyannaDrafter(StateDrafter):
         return draft.fresh
 
     def _plan(self, draft: _SequenceDraft) -> None:
-        """Which of both trees a sequence gets: what is left over of the last draft, and how many steps of a new one."""
-        left = self._resampling.take(draft.view, draft.budget, draft.max_depth)
+        """Choose the trees of a sequence: the rest of the last draft, and so many steps of a new one."""
+        rest = self._resampling.take(draft.view, draft.budget, draft.max_depth)
         most = min(draft.budget, draft.max_depth)
         if most <= 0 or not self.body.ready(draft.view):
             return
-        if isinstance(left, Tensor):  # logits are what is kept here
-            draft.again = Growth(draft.view, MANY, len(left), logits=left)
-            self.states_reused += len(left)
-        if self._resampling.fresh(left):
+        if isinstance(rest, Tensor):  # logits are what is kept here
+            draft.again = Growth(draft.view, MANY, len(rest), logits=rest)
+            self.states_reused += len(rest)
+        if self._resampling.fresh(rest):
             draft.steps = min(self.depth, most)
 
     def _draft_states(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
@@ -236,19 +236,19 @@ class LyannaDrafter(StateDrafter):
             for i, state in zip(alive, states, strict=True):
                 chains[i].append(state)
         logits = body.network.logits(torch.stack([state for chain in chains for state in chain]))
-        for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
-            self._keep(draft, own)
+        for draft, states_logits in zip(drafts, logits.split([*map(len, chains)]), strict=True):
+            self._keep(draft, states_logits)
 
     def _merge(self, draft: _SequenceDraft) -> Proposal:
         """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
-        own, room = self._resampling.share(draft.budget, draft.again is not None)
-        fresh = Proposal() if draft.fresh is None else draft.fresh.draft.best(own)
+        nodes, room = self._resampling.share(draft.budget, draft.again is not None)
+        fresh = Proposal() if draft.fresh is None else draft.fresh.draft.best(nodes)
         return merge(fresh, None if draft.again is None else draft.again.draft.best(room))
 
 
 @dataclass(slots=True)
 class _SequenceDraft:
-    """What a sequence is given."""
+    """Describe what a sequence is given."""
 
     view: Sequence
     budget: int
@@ -262,7 +262,7 @@ class _SequenceDraft:
 def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each; None: none.
 
-    Both in the dtype of states, as the other weights: what is multiplied is rounded, sums are wide.
+    Both in the dtype of states, as the other weights: factors are rounded, sums are wide.
     """
     if model.info is None:
         return None
@@ -272,7 +272,7 @@ def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) 
 
 
 def _bias(info: tuple[Tensor, Tensor] | None) -> Bias:
-    """Return [tokens, V] what a few tokens say about their children."""
+    """Return [tokens, V] what a few tokens imply for their children."""
     if info is None:
         return lambda tokens: None
     wide = torch.float64 if info[0].dtype == torch.float64 else torch.float32

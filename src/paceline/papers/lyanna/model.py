@@ -24,7 +24,7 @@ FILES = TrainedFiles("a lyanna drafter", CONFIG_FILE, WEIGHTS_FILE, "restore it,
 
 @dataclass(frozen=True, kw_only=True)
 class LyannaShape(TrainedConfig):
-    """What a trained drafter is, and for which target."""
+    """Describe what a trained drafter is, and for which target."""
 
     what: ClassVar[str] = "lyanna"
     retired = (("fusion", "concat"), ("hot", 0), ("hot_columns", False))
@@ -67,11 +67,11 @@ class LyannaModel(nn.Module):
     @staticmethod
     def fresh(shape: LyannaShape, generator: torch.Generator, device: torch.device | str = "cpu") -> LyannaModel:
         """Return one to be trained, in float32."""
-        made = LyannaModel(shape, device=device)
-        made.head.start(generator)
-        if made.info is not None:
-            made.info.start(generator)
-        return made.requires_grad_(True)
+        model = LyannaModel(shape, device=device)
+        model.head.start(generator)
+        if model.info is not None:
+            model.info.start(generator)
+        return model.requires_grad_(True)
 
     # -- files
 
@@ -88,8 +88,8 @@ class LyannaModel(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters under their names in the file."""
-        found = self.head.tensors()
-        return found if self.info is None else {**found, **self.info.tensors()}
+        tensors = self.head.tensors()
+        return tensors if self.info is None else {**tensors, **self.info.tensors()}
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
@@ -114,9 +114,9 @@ class LyannaModel(nn.Module):
         """
         place = Path(folder)
         shape, values = read_shape(place), FILES.tensors(place)
-        made = LyannaModel(shape, dtype=dtype, device=device)
-        FILES.copy(made.tensors(), values, place / WEIGHTS_FILE)
-        return made
+        model = LyannaModel(shape, dtype=dtype, device=device)
+        FILES.copy(model.tensors(), values, place / WEIGHTS_FILE)
+        return model
 
 
 def read_shape(folder: str | Path) -> LyannaShape:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LyannaOptions(LayerOptions):
-    """What is trained, and how."""
+    """Describe what is trained, and how."""
 
     rank: int = option(64, help="rank of token-info's two matrices; 0: there is none", minimum=0, maximum=4096)
 
@@ -44,6 +44,6 @@ def build(options: LyannaOptions, context: BuildContext) -> HeadRecipe:
         fingerprint=fingerprint(folder),
         tokenizer=tokenizer_mark(context.tokenizer),
     )
-    made = LyannaModel.fresh(shape, torch.Generator().manual_seed(context.seed), context.device)
-    begin(made, options, context)
-    return HeadRecipe("lyanna", made, options, context, partial(unroll, made))
+    model = LyannaModel.fresh(shape, torch.Generator().manual_seed(context.seed), context.device)
+    begin(model, options, context)
+    return HeadRecipe("lyanna", model, options, context, partial(unroll, model))

@@ -1,4 +1,4 @@
-"""Token-info: what a token says about the logits of the one after it, added to logits that were made without it.
+"""Token-info: the bias of a token for the logits of the one after it, added to logits that were made without it.
 
     l' = l + RMSNorm(E'(t)),   E'(t) = t^T W_E W1 W2
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...model.linear import nan_parameter
 
 EPS = 1e-6  # of the norm
-GAIN = 0.1  # of the norm at the start of training: the bias is a small one until it says something
+GAIN = 0.1  # of the norm at the start of training: the bias is a small one until it is trained
 
 
 class TokenInfo(nn.Module):

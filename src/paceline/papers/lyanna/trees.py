@@ -1,6 +1,6 @@
 """Token trees from a chain of logits: token-info sampling, and naive beam sampling next to it.
 
-The logits of a level do not depend on the tokens drafted in front of it; what a parent's token says about its children
+The logits of a level do not depend on the tokens drafted in front of it; the bias of a parent's token for its children
 is a bias on them (`token_info`). So one chain of logits gives a whole tree, and another tree when the true token is
 known.
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...draft.growth import Grower, Growth
 from ...draft.proposal import Proposal, best_nodes
 
-# Tokens [n] -> what each says about the logits of its children, [n, V]; None: nothing, for all
+# Tokens [n] -> the bias of each for the logits of its children, [n, V]; None: nothing, for all
 Bias = Callable[[Sequence[int]], "Tensor | None"]
 
 

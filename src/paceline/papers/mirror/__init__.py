@@ -1,1 +1,1 @@
-"""The mirror round: the target says at mid-depth what it may be about to answer, and the drafter prepares for it."""
+"""The mirror round: the target shows at mid-depth what it may emit, and the drafter prepares for it."""

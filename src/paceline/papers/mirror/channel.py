@@ -1,4 +1,4 @@
-"""The token channel: what the target may be about to say at each position of a pass, told at mid-depth.
+"""The token channel: what the target may be about to emit at each position of a pass, sent at mid-depth.
 
 Source: Mirror Speculative Decoding, section 3.1, eq. 7 and 9.
 """
@@ -13,14 +13,14 @@ from ...core.sequence import Sequence
 from ...draft.base import Levels
 
 
-def speak(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
-    """M_t, what the exit says of one sequence; None: its own sampling rules fail, and verification will end it.
+def propose(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
+    """M_t, the exit's candidates for one sequence; None: its own sampling rules fail, and verification will end it.
 
     Tokens of position j are the corrections that may come after j accepted tokens; of the last one, the bonus token.
     The window's own next token is left out: it cannot be the correction there.
 
     The scores go through the rules of the request and are ranked with the noise of the target's own choices, so that at
-    temperature > 0 the tokens are those that the target would say if its exit were its end.
+    temperature > 0 the tokens are those that the target would emit if its exit were its end.
 
     Args:
         view: the sequence.
@@ -42,9 +42,9 @@ def speak(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int,
     best = log_p.topk(min(kappa + 1, log_p.shape[-1]), dim=-1)
     tokens_of, log_p_of = list[list[int]](), list[list[float]]()
     for place, (values, tokens) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-        own = window[place] if place < len(window) else -1
+        drafted = window[place] if place < len(window) else -1
         rows = zip(tokens, values, strict=True)
-        kept = [(token, value) for token, value in rows if token != own and value > float("-inf")][:kappa]
-        tokens_of.append([token for token, _ in kept])
-        log_p_of.append([value for _, value in kept])
+        candidates = [(token, value) for token, value in rows if token != drafted and value > float("-inf")][:kappa]
+        tokens_of.append([token for token, _ in candidates])
+        log_p_of.append([value for _, value in candidates])
     return tokens_of, log_p_of

@@ -10,7 +10,7 @@ from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...draft.base import DrafterSpec
 from ...engine.ahead import AheadConfig
-from ...engine.base import UNKNOWN, Origin, RoundParts
+from ...engine.base import UNKNOWN, ModelOrigin, RoundParts
 from ...model.decoder import Decoder
 from ...weights.files import fingerprint
 from .exits import ExitHead, exit_layer, exit_of
@@ -71,12 +71,12 @@ class MirrorConfig(AheadConfig):
         """Candidates of a position by batch size, from each size on."""
         return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
 
-    def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
+    def exit_head(self, target: Decoder, origin: ModelOrigin = UNKNOWN) -> ExitHead:
         """Return the exit of a target, and check all other options against it.
 
         Raises:
             ConfigError: an exit outside the target, more candidates than tokens, a folder without trained exits.
-            CapabilityError: exits that were trained for another target, or none behind these layers.
+            CapabilityError: exits that were trained for another target, or none after these layers.
         """
         vocab = target.config.vocab_size
         if self.kappa is not None and self.kappa > vocab:

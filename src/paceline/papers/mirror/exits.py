@@ -1,4 +1,4 @@
-"""Early exits: what a target says in the middle of its layers, and the trained maps that make it readable.
+"""Early exits: a target's predictions in the middle of its layers, and the trained maps that make it readable.
 
 The trained exit after layer e maps a state to what the target's own final norm and head can read:
 
@@ -6,7 +6,7 @@ The trained exit after layer e maps a state to what the target's own final norm 
 
 The final norm applies to what the map makes. The paper leaves it out of eq. 6; but W_LM was trained on states after
 it, and the length of f(h), which would else have to be learned, then does not count. There is no bias: a head has
-H^2 parameters, as the paper's shares say.
+H^2 parameters, by the paper's shares.
 
 With ``skip``, which is ours, the map is added to the state: f(h) = h + W2 ReLU(W1 h), with W2 = 0 to begin with. Then
 an exit begins as what the head reads of the state as it is, and training continues from there; the paper's map first
@@ -88,8 +88,8 @@ class ExitHeads(nn.Module):
 
     def adapt(self, exit_: int, hidden: Tensor) -> Tensor:
         """f(h) of one exit, for states [.., d_model] after its layers."""
-        made = F.linear(torch.relu(F.linear(hidden, self.down[exit_])), self.up[exit_])
-        return hidden + made if self.config.skip else made
+        adapted = F.linear(torch.relu(F.linear(hidden, self.down[exit_])), self.up[exit_])
+        return hidden + adapted if self.config.skip else adapted
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
@@ -135,30 +135,30 @@ def exit_of(folder: Path, target: Decoder, layer: int, name: str, mark: str | No
         CapabilityError: exits of another target, or none after that layer.
     """
     heads = load(folder, target.dtype, target.device)
-    asked = f"early exits {str(folder)!r}"
-    check_target(asked, heads.config, name, target.config, mark)
+    subject = f"early exits {str(folder)!r}"
+    check_target(subject, heads.config, name, target.config, mark)
     if layer not in heads.config.layers:
         there = ", ".join(map(str, heads.config.layers))
-        raise CapabilityError(f"{asked} at layer {layer}", f"they lie after layers {there}", "name one of these")
+        raise CapabilityError(f"{subject} at layer {layer}", f"they lie after layers {there}", "name one of these")
     return ExitHead(target, layer, heads)
 
 
-def exit_layer(text: str, num_layers: int, asked: str) -> int:
+def exit_layer(text: str, num_layers: int, subject: str) -> int:
     """Return layers before an exit, from a number of them or a share such as ``1/2``, which is rounded down.
 
-    ``asked`` begins messages.
+    ``subject`` begins messages.
 
     Raises:
         ConfigError: neither, or outside the target: at least one layer is in front of it, and one after.
     """
     match = re.fullmatch(r"\s*(\d{1,6})\s*(?:/\s*(\d{1,6})\s*)?", text, re.ASCII)
     if match is None or (match[2] is not None and not 0 < int(match[1]) < int(match[2])):
-        raise ConfigError(asked, "neither a number of layers nor a share of them", "write exit=12 or exit=1/2")
+        raise ConfigError(subject, "neither a number of layers nor a share of them", "write exit=12 or exit=1/2")
     layer = int(match[1]) if match[2] is None else max(1, num_layers * int(match[1]) // int(match[2]))
     if not 0 < layer < num_layers:
         wrong = f"the target has {num_layers} layers, and at least one lies on either side of an exit"
         remedy = f"give 1 to {num_layers - 1}, or a share" if num_layers > 1 else "use round='serial'"
-        raise ConfigError(asked, wrong, remedy)
+        raise ConfigError(subject, wrong, remedy)
     return layer
 
 

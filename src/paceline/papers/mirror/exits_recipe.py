@@ -50,20 +50,20 @@ class ExitRecipe:
     def states(self, batch: TokenBatch) -> list[Tensor]:
         """Return [rows, d_model] of the tokens with weight: after the layers of every exit, and after the last."""
         rows = batch.weights > 0
-        hidden, found, start = self.target.embed(batch.tokens), [], 0
+        hidden, states, start = self.target.embed(batch.tokens), [], 0
         for stop in (*self.module.config.layers, self.target.config.num_layers):
             hidden, start = self.target.run(hidden, start, stop, batch)[0], stop
-            found.append(hidden[rows])
-        return found
+            states.append(hidden[rows])
+        return states
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Return the mean over the exits, and each one's parts (nats)."""
         *states, last = self.states(batch)
         rows, count = batch.weights > 0, len(states)
         weights, tokens = batch.weights[rows], batch.targets[rows]
-        made = torch.cat([self._normed(place, hidden) for place, hidden in enumerate(states)])
+        normed = torch.cat([self._normed(place, hidden) for place, hidden in enumerate(states)])
         loss, parts = distilled(
-            made,
+            normed,
             self.target.head_weight,
             TargetHidden(self.target.final(last).repeat(count, 1), self.target.head_weight),
             tokens.repeat(count),
@@ -104,17 +104,17 @@ class ExitRecipe:
         return figures
 
     def _sums(self, batches: Sequence[TokenBatch]) -> tuple[int, Tensor, Tensor]:
-        """Of one domain: rows; [2, K] hits of the text and of the target; [kappas, K] masses."""
+        """Return, for one domain: rows; [2, K] hits of the text and of the target; [kappas, K] masses."""
         count = len(self.module.config.layers)
         total, hits, masses = 0, torch.zeros(2, count), torch.zeros(len(KAPPAS), count)
         for batch in batches:
             for states, last, tokens in self._parts(batch.to(self.target.head_weight.device)):
                 p = self.target.logits(self.target.final(last)).float().softmax(-1)
                 for place, hidden in enumerate(states):
-                    said = self.target.logits(self._normed(place, hidden)).topk(min(max(KAPPAS), p.shape[-1])).indices
+                    best = self.target.logits(self._normed(place, hidden)).topk(min(max(KAPPAS), p.shape[-1])).indices
                     both = torch.stack((tokens, p.argmax(-1)))
-                    hits[:, place] += (said[:, 0] == both).sum(-1).cpu()
-                    mass = p.gather(-1, said).cumsum(-1).sum(0).cpu()
+                    hits[:, place] += (best[:, 0] == both).sum(-1).cpu()
+                    mass = p.gather(-1, best).cumsum(-1).sum(0).cpu()
                     masses[:, place] += torch.stack([mass[min(kappa, len(mass)) - 1] for kappa in KAPPAS])
                 total += len(tokens)
         return total, hits, masses
@@ -133,8 +133,8 @@ class ExitRecipe:
     def export(self, folder: Path) -> dict[str, Any]:
         """Return `ExitHeads.save` in bf16; parameters, and their share of the target's."""
         self.module.save(folder)
-        own, all_ = (sum(p.numel() for p in part.parameters()) for part in (self.module, self.target))
-        return {"parameters": own, "share_of_target": own / all_}
+        trained, all_ = (sum(p.numel() for p in part.parameters()) for part in (self.module, self.target))
+        return {"parameters": trained, "share_of_target": trained / all_}
 
 
 def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:

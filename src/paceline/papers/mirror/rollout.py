@@ -1,4 +1,4 @@
-"""The branch-complete rollout: a chain below every token that a pass may say next, a level at a time.
+"""The branch-complete rollout: a chain below every token that a pass may emit next, a level at a time.
 
     window    w1 - w2 - w3          verified by the pass under way
     position  0    1    2    3      after so many accepted tokens
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import ClassVar
 
-from ...draft.sessions import ROOT, Ask, GoingSessions, Growing, Grown
+from ...draft.sessions import ROOT, Ask, AsyncSessions, NewNodes, Pending
 
 Outcome = tuple[int, int, int]  # of a pass: a sequence, its accepted tokens, and the token that follows
 
@@ -37,29 +37,29 @@ class Chain:
 
 @dataclass(slots=True)
 class Branch:
-    """A chain below a token that a pass may say next, or below the root."""
+    """A chain below a token that a pass may emit next, or below the root."""
 
     key: int  # of the sequence
     tip: int  # node below which the next token is drafted; before ``token`` has a node, that which it follows
     levels: int  # tokens wanted
-    token: int = -1  # that may be said; -1: a chain below the root
+    token: int = -1  # that may be emitted; -1: a chain below the root
     place: int = -1  # of it: after so many accepted tokens
     node: int = ROOT  # of ``token``
     stuck: bool = False  # it goes no further: want of room, or no token is allowed
-    prepared: int = 0  # tokens that were there at the verdict, if the token was said
+    prepared: int = 0  # tokens that were there at the verdict, if the token was emitted
     chain: Chain = field(default_factory=Chain)
 
     @property
     def outcome(self) -> Outcome:
-        """That it is prepared for."""
+        """Return the outcome that it is prepared for."""
         return self.key, self.place, self.token
 
 
 class Rollout:
     """Chains of several sequences that grow together, one batched level a call, wherever their sessions are.
 
-    Nobody else may use the sessions between `start` and `finish`. The verdict calls off what is left of a growth, once
-    the nodes are known that it is about; what is then missing of the branches that are reused is asked for once more.
+    Nobody else may use the sessions between `start` and `finish`. The verdict calls off the rest of a growth, once
+    the nodes are known that it is about; missing parts of the branches that are reused are requested once more.
 
     Args:
         sessions: of the drafter.
@@ -68,7 +68,7 @@ class Rollout:
 
     spin_s: ClassVar[float] = 0.05  # how long the first level is looked for without sleep; after that it is waited for
 
-    def __init__(self, sessions: GoingSessions, vocab_size: int) -> None:
+    def __init__(self, sessions: AsyncSessions, vocab_size: int) -> None:
         self.sessions, self._vocab = sessions, vocab_size
         self._given: dict[int, list[Branch]] = {}  # by sequence: whose tokens have no nodes yet
         self._open: list[Branch] = []
@@ -77,12 +77,12 @@ class Rollout:
         self.ms = 0.0  # that its levels took
         self.told_ms = 0.0  # that telling the drafter the verdict took
         self.nodes = 0  # drafted
-        self._growing: Growing | None = None
+        self._growing: Pending | None = None
         self._taken = 0  # levels of it
         self._began = 0.0
 
     def prepare(self, branches: Iterable[Branch]) -> None:
-        """Branches below tokens that may be said."""
+        """Branches below tokens that may be emitted."""
         for branch in branches:
             self._given.setdefault(branch.key, []).append(branch)
 
@@ -108,18 +108,18 @@ class Rollout:
         if asks:
             self._growing = self.sessions.begin(asks, levels)
 
-    def finish(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
+    def finish(self, outcomes: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
         """Return the verdict: waits for what is reused, and for nothing else.
 
         Args:
-            said: the outcomes that came true, and their tokens.
+            outcomes: the outcomes that came true, and their tokens.
             ended: sequences that have ended.
 
         Returns:
             The branches that are reused; of the other outcomes nothing is drafted.
         """
-        self._look(said)
-        reused = self._go_on(said, ended)
+        self._look(outcomes)
+        reused = self._go_on(outcomes, ended)
         self._end()
         self._given, self._open = {}, []
         for branch in reused.values():  # what came true is wanted whole
@@ -128,23 +128,23 @@ class Rollout:
         self.run()
         return reused
 
-    def _look(self, said: Iterable[Outcome]) -> None:
-        """Take what came, and at least the nodes of what was said."""
+    def _look(self, outcomes: Iterable[Outcome]) -> None:
+        """Take what came, and at least the nodes of what was emitted."""
         until = perf_counter() + self.spin_s
         while True:
             self.sessions.look()
             self._take()
-            if not self._owes(said):
+            if not self._owes(outcomes):
                 return
             if perf_counter() >= until:
                 return self._end()
 
-    def _go_on(self, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
+    def _go_on(self, outcomes: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
         """Move the drafter on to the verdict, all branches of which it keeps or drops (section 3.1)."""
         reused, began = {}, perf_counter()
         for key in ended:
             self.sessions.close(key)
-        for outcome, tokens in said.items():
+        for outcome, tokens in outcomes.items():
             branch = self._found.get(outcome)
             if branch is None:
                 self.sessions.commit(outcome[0], tokens)
@@ -178,17 +178,17 @@ class Rollout:
         """Return the first level of everything, and the tokens wanted below each of its nodes, given ones first."""
         asks, levels = [], []
         for key, branches in self._by_key().items():
-            given = self._given.get(key, ())
-            asks.append(Ask(key, [(b.tip, b.token) for b in given], [b.tip for b in branches]))
-            levels.append([branch.levels - len(branch.chain) for branch in [*given, *branches]])
+            added = self._given.get(key, ())
+            asks.append(Ask(key, [(b.tip, b.token) for b in added], [b.tip for b in branches]))
+            levels.append([branch.levels - len(branch.chain) for branch in [*added, *branches]])
         return asks, levels
 
     def _owes(self, outcomes: Iterable[Outcome]) -> bool:
         """Return whether one of these was prepared for, and has no node yet."""
-        given = {branch.outcome for own in self._given.values() for branch in own}
-        return any(outcome in given for outcome in outcomes)
+        open_outcomes = {branch.outcome for rows in self._given.values() for branch in rows}
+        return any(outcome in open_outcomes for outcome in outcomes)
 
-    def take(self, answers: Mapping[int, Grown]) -> None:
+    def take(self, answers: Mapping[int, NewNodes]) -> None:
         """One level, by sequence; of those that are missing nothing came.
 
         Raises:
@@ -202,18 +202,18 @@ class Rollout:
                 continue
             self._check(key, answer)
             begun = self._given.pop(key, [])
-            for branch, node in zip(begun, answer.given, strict=True):
+            for branch, node in zip(begun, answer.added, strict=True):
                 branch.tip = branch.node = node
                 self._found[branch.outcome] = branch
             self._append(branches + begun, answer)
 
     def _by_key(self) -> dict[int, list[Branch]]:
-        found: dict[int, list[Branch]] = {key: [] for key in self._given}
+        by_key: dict[int, list[Branch]] = {key: [] for key in self._given}
         for branch in self._open:
-            found.setdefault(branch.key, []).append(branch)
-        return found
+            by_key.setdefault(branch.key, []).append(branch)
+        return by_key
 
-    def _append(self, branches: Sequence[Branch], answer: Grown) -> None:
+    def _append(self, branches: Sequence[Branch], answer: NewNodes) -> None:
         """Append to each branch what was drafted below its tip."""
         below = {parent: at for at, parent in reversed([*enumerate(answer.parents)])}
         for branch in branches:
@@ -229,11 +229,11 @@ class Rollout:
             if not branch.stuck and len(branch.chain) < branch.levels:
                 self._open.append(branch)
 
-    def _check(self, key: int, answer: Grown) -> None:
+    def _check(self, key: int, answer: NewNodes) -> None:
         """Refuse a reply that is not an answer."""
-        given = len(self._given.get(key, ()))
+        count = len(self._given.get(key, ()))
         columns = answer.parents, answer.nodes, answer.tokens, answer.sources
-        if len(answer.given) != given or len({*map(len, columns)}) > 1:
+        if len(answer.added) != count or len({*map(len, columns)}) > 1:
             raise ValueError("an answer of another form than its question")
         if any(not 0 <= token < self._vocab for token in answer.tokens):
             raise ValueError("a drafted token lies outside the vocabulary")

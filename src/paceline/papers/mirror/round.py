@@ -1,7 +1,7 @@
 """The mirror round: while the target's upper layers decide on a window, the drafter prepares the next for all outcomes.
 
 fresh windows where there are none -> layers 0 .. e - 1 -> token channel -> rollout below every candidate
--> layers e .. N - 1 -> decide -> emit -> keep K/V -> the branch of what was said, or a fallback
+-> layers e .. N - 1 -> decide -> emit -> keep K/V -> the branch of what was emitted, or a fallback
 
 Source: Mirror Speculative Decoding, sections 3.1 and 3.4. Where the rollout runs changes when a window is there, never
 what it is.
@@ -19,7 +19,7 @@ from ...core.inference import inference
 from ...core.sequence import Sequence
 from ...core.tree import TokenTree
 from ...draft.base import DraftRule, Levels, StepFeatures
-from ...draft.sessions import GoingSessions, Opening
+from ...draft.sessions import AsyncSessions, Opening
 from ...engine.ahead import SessionGuard
 from ...engine.base import RoundParts, StepResult, Work
 from ...engine.outcome import Emitter, keep
@@ -27,7 +27,7 @@ from ...engine.passes import Pass, decide, embed, lay_out, read_logits
 from ...engine.taps import rows_to_tap, show
 from ...engine.verification import make_verifier
 from ...model.base import Taps
-from .channel import speak
+from .channel import propose
 from .exits import ExitHead
 from .rollout import Branch, Chain, Outcome, Rollout
 
@@ -41,7 +41,7 @@ class MirrorRound:
     Args:
         config: its options.
         parts: target, pool, verifier, and a drafter with draft sessions.
-        exit_head: what the target says in the middle of its layers.
+        exit_head: the target's prediction in the middle of its layers.
         sessions: of the drafter, with room for `MirrorConfig.capacity`.
 
     Raises:
@@ -52,7 +52,7 @@ class MirrorRound:
     busy = False  # a pass ends in the step that began it
     admits = None
 
-    def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: GoingSessions) -> None:
+    def __init__(self, config: MirrorConfig, parts: RoundParts, exit_head: ExitHead, sessions: AsyncSessions) -> None:
         assert parts.drafter is not None
         spec = parts.drafter.spec
         self.sources, self.past = spec.choices, spec.past
@@ -121,7 +121,7 @@ class MirrorRound:
     def _observe(self, seen: StepFeatures) -> None:
         """Show the drafter the target's states, which replace its own."""
         with self._guarded:
-            self.sessions.look()  # what drafts in a thread rests after this
+            self.sessions.look()  # a drafting thread rests after this
             self.drafter.observe(seen)
 
     def forget(self) -> None:
@@ -177,24 +177,24 @@ class MirrorRound:
 
     def _speak(self, p: Pass, windows: abc.Mapping[int, Chain]) -> dict[int, Levels]:
         """Return the token channel: by work, where a draft may follow."""
-        told: dict[int, Levels] = {}
+        candidates: dict[int, Levels] = {}
         kappa = self._kappa(len(p.generating))
         listening = [i for i in p.generating if self._listens(p.works[i])] if kappa else []
         if not listening:
-            return told
+            return candidates
         rows = [row for i in listening for row in range(p.spans[i].root, p.spans[i].stop)]
         logits = self.exit.logits(p.state.hidden[torch.tensor(rows, device=p.state.hidden.device)])
         begin, noisy = 0, self.config.ranks == "noise"
         for i in listening:
             end = begin + p.spans[i].nodes
-            message = speak(p.works[i].sequence, windows[i].tokens, logits[begin:end], kappa, noisy)
+            message = propose(p.works[i].sequence, windows[i].tokens, logits[begin:end], kappa, noisy)
             if message is not None:
-                told[i] = message
+                candidates[i] = message
             begin = end
-        return told
+        return candidates
 
     def _listens(self, work: Work) -> bool:
-        """Whether a draft may follow the pass: not where the batch is too large for any."""
+        """Return whether a draft may follow the pass: not where the batch is too large for any."""
         resting = work.rows == 1 and work.budget == 0
         return work.may_draft and not resting and work.sequence.key in self._windows
 
@@ -202,15 +202,15 @@ class MirrorRound:
         """Candidates of a position at a batch size."""
         return next((k for size, k in self._kappas if batch >= size), 0)
 
-    def _prepare(self, p: Pass, windows: abc.Mapping[int, Chain], told: abc.Mapping[int, Levels]) -> Rollout:
+    def _prepare(self, p: Pass, windows: abc.Mapping[int, Chain], candidates: abc.Mapping[int, Levels]) -> Rollout:
         """Begin a branch below every candidate that leaves room for a draft."""
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
-        for i, (tokens_of, _) in told.items():
+        for i, (tokens_of, _) in candidates.items():
             work, window = p.works[i], windows[i]
-            wanted = min(work.budget or self.gamma, self.gamma)
+            length = min(work.budget or self.gamma, self.gamma)
             key, branches = work.sequence.key, list[Branch]()
             for place, tokens in enumerate(tokens_of):
-                levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
+                levels = min(length, work.max_depth - place - 1)  # so many tokens may be drafted after it
                 if levels > 0:
                     branches += [Branch(key, window.behind(place), levels, token, place) for token in tokens]
             rollout.prepare(branches)
@@ -224,19 +224,19 @@ class MirrorRound:
                 rollout.start()
 
     def _finish(
-        self, said: abc.Mapping[Outcome, abc.Sequence[int]], ended: abc.Sequence[int]
+        self, outcomes: abc.Mapping[Outcome, abc.Sequence[int]], ended: abc.Sequence[int]
     ) -> abc.Mapping[Outcome, Branch]:
         """Apply the verdict: return the branches that are reused, whose windows come next; other windows are empty."""
         rollout, reused = self._rollout, dict[Outcome, Branch]()
         if rollout is None:
             return reused
         with self._guarded:
-            known = {outcome: tokens for outcome, tokens in said.items() if outcome[0] in self._windows}
-            reused = rollout.finish(known, [key for key in ended if key in self._windows])
+            tracked = {outcome: tokens for outcome, tokens in outcomes.items() if outcome[0] in self._windows}
+            reused = rollout.finish(tracked, [key for key in ended if key in self._windows])
         self._rollout = None
         for key in ended:
             self._forget(key)
-        for outcome in said:
+        for outcome in outcomes:
             key, branch = outcome[0], reused.get(outcome)
             if key in self._windows:
                 self._windows[key] = Chain() if branch is None else branch.chain
@@ -249,13 +249,13 @@ class MirrorRound:
 
     def _said(self, p: Pass) -> dict[Outcome, list[int]]:
         """Return the emitted tokens of answers that continue."""
-        found = {}
+        outcomes = {}
         for i in p.generating:
             sequence, count = p.works[i].sequence, p.emitted[i]
             if count and not sequence.finished:
-                said = p.tokens[i][:count]
-                found[sequence.key, count - 1, said[-1]] = said
-        return found
+                tokens = p.tokens[i][:count]
+                outcomes[sequence.key, count - 1, tokens[-1]] = tokens
+        return outcomes
 
     def _close(self, key: int) -> None:
         if self._forget(key):
@@ -263,7 +263,7 @@ class MirrorRound:
                 self.sessions.close(key)
 
     def _forget(self, key: int) -> bool:
-        """Whether it had a session."""
+        """Return whether it had a session."""
         self._fallen.discard(key)
         return self._windows.pop(key, None) is not None
 

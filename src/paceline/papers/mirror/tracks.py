@@ -50,22 +50,22 @@ class Track(nn.Module):
 
     def __init__(self, config: DecoderConfig, number: int, attention: AttentionBackend, **options: Any) -> None:
         super().__init__()
-        own = config.track
+        track_config = config.track
         self.vocabulary = track_share(config, number).vocabulary
-        self.body = Decoder(own, attention, **options)
+        self.body = Decoder(track_config, attention, **options)
         for parameter in (self.body.embedding, *(() if self.body.norm is None else self.body.norm.parameters())):
             parameter.data.zero_()  # ends that nobody reads
         dtype, device = self.body.dtype, self.body.device
-        reads = config.d_model if config.merge == "gather" else own.d_model
-        self.merge = Dense(reads, own.d_model, False, dtype, device)
-        self.merge_norm = Norm(own, dtype, device)
+        reads = config.d_model if config.merge == "gather" else track_config.d_model
+        self.merge = Dense(reads, track_config.d_model, False, dtype, device)
+        self.merge_norm = Norm(track_config, dtype, device)
         first, last = self.vocabulary
         self.head = Dense(config.d_model, last - first, False, dtype, device)
         self.product: LinearOp  # of the merge
         self.logits: Callable[[Tensor], Tensor]  # [rows, its vocabulary] of normed states
 
     def finish(self) -> None:
-        """See `Decoder.finish`."""
+        """Implement `Decoder.finish`."""
         merge, head = self.merge.weight.data, self.head.weight.data
         del self.merge, self.head  # one copy of the weights is enough
         self.body.finish()
@@ -98,13 +98,13 @@ class Tracks(Decoder):
         self.config, self.ranks, self.num_layers = config, ranks, config.num_layers
         self.dtype, self.device, self.exact, self.quant = dtype, torch.device(device), False, quant
         self.lender, self.normed, self.stack = None, False, None
-        own = config.track
+        track_config = config.track
         self.here = range(config.tracks) if ranks is None else range(ranks.share.rank, ranks.share.rank + 1)
-        self.own = replace(own, num_layers=len(self.here) * own.num_layers)  # whose K and V are here
-        self.embedding = nan_parameter((config.vocab_size, len(self.here) * own.d_model), dtype, self.device)
+        self.local = replace(track_config, num_layers=len(self.here) * track_config.num_layers)
+        self.embedding = nan_parameter((config.vocab_size, len(self.here) * track_config.d_model), dtype, self.device)
         self.norm: Norm = Norm(config, dtype, self.device)
-        given: dict[str, Any] = {"dtype": dtype, "device": device, "quant": quant, "native": native}
-        self.tracks = nn.ModuleDict({str(track): Track(config, track, attention, **given) for track in self.here})
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "quant": quant, "native": native}
+        self.tracks = nn.ModuleDict({str(track): Track(config, track, attention, **options) for track in self.here})
         self._each: list[Any] = [self.tracks[str(track)] for track in self.here]
         self._hot: Tensor | None = None
         self._parts: WeakKeyDictionary[KVCache, list[LayerCache]] = WeakKeyDictionary()
@@ -119,13 +119,13 @@ class Tracks(Decoder):
         width = self.config.track.d_model
         columns = slice(self.here[0] * width, (self.here[-1] + 1) * width)
         rows = [(f"tracks.{n}.head.weight", slice(*t.vocabulary)) for n, t in zip(self.here, self._each, strict=True)]
-        parts = [replace(piece, into=into, take=(own, slice(None))) for into, own in rows]
+        parts = [replace(piece, into=into, take=(column_part, slice(None))) for into, column_part in rows]
         return [replace(piece, take=(slice(None), columns)), *parts]
 
     # -- see `Decoder`
 
     def finish(self, stored: Any = None) -> Tracks:
-        """See `Decoder`."""
+        """Implement `Decoder`."""
         self.assert_loaded()
         for track in self._each:
             track.finish()
@@ -134,43 +134,43 @@ class Tracks(Decoder):
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """See `Decoder`: of the tracks that are here, one's layers after the other's."""
+        """Implement `Decoder`: of the tracks that are here, one's layers after the other's."""
         layers, heads, width = self._each[0].body.cache_shape
         return len(self._each) * layers, heads, width
 
     @property
     def pass_bytes(self) -> int:
-        """See `Decoder`: of the tracks that are here, with their merges and their parts of the head."""
-        own = self.config.track
-        layer = sum(inputs * outputs for inputs, outputs in linear_shapes(own).values())
-        reads = self.config.d_model if self.config.merge == "gather" else own.d_model
+        """Implement `Decoder`: of the tracks that are here, with their merges and their parts of the head."""
+        track_config = self.config.track
+        layer = sum(inputs * outputs for inputs, outputs in linear_shapes(track_config).values())
+        reads = self.config.d_model if self.config.merge == "gather" else track_config.d_model
         head = sum(last - first for first, last in (track.vocabulary for track in self._each)) * self.config.d_model
-        weights = len(self._each) * (self.num_layers * layer + own.d_model * reads) + head
+        weights = len(self._each) * (self.num_layers * layer + track_config.d_model * reads) + head
         return round(self.weight_bytes * weights)
 
     @property
     def weight_bytes(self) -> float:
-        """See `Decoder`."""
+        """Implement `Decoder`."""
         stack = self._each[0].body.stack
         return self.dtype.itemsize if self.quant is None or stack is None else float(stack.weight_bytes)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """See `Decoder`: the same for all tracks."""
+        """Implement `Decoder`: the same for all tracks."""
         return self._each[0].body.plan(segments, positions)
 
     def embed(self, batch: Batch) -> ForwardState:
-        """See `Decoder`: the columns of the tracks that are here."""
+        """Implement `Decoder`: the columns of the tracks that are here."""
         hidden = self.embed_tokens(batch.tokens)
         return ForwardState(hidden, batch.positions, batch.slots, batch.attn)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """See `embed`; nothing is joined."""
+        """Implement `embed`; nothing is joined."""
         return nn.functional.embedding(tokens, self.embedding)
 
     def run_layers(
         self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
     ) -> ForwardState:
-        """See `Decoder`: of all layers; [rows, G d] of all tracks come out.
+        """Implement `Decoder`: of all layers; [rows, G d] of all tracks come out.
 
         Raises:
             RankLost: another track is gone.
@@ -183,9 +183,9 @@ class Tracks(Decoder):
             layers = [(segment + i) * self.num_layers // SEGMENTS for i in (0, 1)]
             if segment:
                 self._merge(states)
-            for track, own, part in zip(self._each, states, self._cache(cache), strict=True):
-                own.hidden = track.body.run_layers(own, *layers, part).hidden
-        state.hidden = self._side_by_side([own.hidden for own in states])
+            for track, track_state, part in zip(self._each, states, self._cache(cache), strict=True):
+                track_state.hidden = track.body.run_layers(track_state, *layers, part).hidden
+        state.hidden = self._side_by_side([track_state.hidden for track_state in states])
         return state
 
     def _merge(self, states: Sequence[ForwardState]) -> None:
@@ -196,18 +196,18 @@ class Tracks(Decoder):
             for track, state in pairs:
                 state.hidden = track.product.add(seen, state.hidden)
             return
-        said = [track.product.wide(x) for track, x in zip(self._each, normed, strict=True)]
-        total = said[0] if self.ranks is None else self.ranks.joins.sum(said[0])
-        total = reduce(torch.Tensor.add_, said[1:], total)
+        outputs = [track.product.wide(x) for track, x in zip(self._each, normed, strict=True)]
+        total = outputs[0] if self.ranks is None else self.ranks.joins.sum(outputs[0])
+        total = reduce(torch.Tensor.add_, outputs[1:], total)
         for _, state in pairs:
             state.hidden = state.hidden + total.to(self.dtype)
 
-    def _side_by_side(self, own: Sequence[Tensor]) -> Tensor:
+    def _side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
         """Return [rows, G d] of all tracks' [rows, d]."""
-        return torch.cat(tuple(own), dim=1) if self.ranks is None else self.ranks.joins.gather(own[0].contiguous())
+        return torch.cat(tuple(parts), dim=1) if self.ranks is None else self.ranks.joins.gather(parts[0].contiguous())
 
     def _cache(self, cache: KVCache) -> list[LayerCache]:
-        """Of each track, whose layers lie one after the other."""
+        """Return the parts of the cache by track, whose layers lie one after the other."""
         if cache not in self._parts:
             n = self.num_layers
             parts = [slice(i * n, (i + 1) * n) for i in range(len(self._each))]
@@ -220,7 +220,7 @@ class Tracks(Decoder):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def best(self, hidden: Tensor) -> Tensor:
-        """See `Decoder`."""
+        """Implement `Decoder`."""
         return likeliest(self.read(hidden))
 
 
@@ -238,7 +238,7 @@ def load_tracks(
     """
     config, layout, place = source.shape, read_layout(source.folder, source.shape), parse_device(device)
     with memory_for(source.folder, layout, source.dtype, place, {}):
-        given: dict[str, Any] = {"device": place, "quant": source.quant, "native": native, "ranks": ranks}
-        made = Tracks(config, attention, dtype=source.dtype, **given)
-        fill_all(made, layout.cut(made.cut_of))
-        return made.finish()
+        options: dict[str, Any] = {"device": place, "quant": source.quant, "native": native, "ranks": ranks}
+        tracks = Tracks(config, attention, dtype=source.dtype, **options)
+        fill_all(tracks, layout.cut(tracks.cut_of))
+        return tracks.finish()

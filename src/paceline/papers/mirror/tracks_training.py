@@ -36,8 +36,8 @@ class _TrackLayer(nn.Module):
     def __init__(self, config: DecoderConfig, tracks: int, device: torch.device) -> None:
         super().__init__()
         for name, (inputs, outputs) in linear_shapes(config).items():
-            made = nan_parameter((tracks, outputs, inputs), torch.float32, device, trainable=True)
-            self.register_parameter(name, made)
+            parameter = nan_parameter((tracks, outputs, inputs), torch.float32, device, trainable=True)
+            self.register_parameter(name, parameter)
         for name in ("attention_norm", "mlp_norm"):
             gains = nan_parameter((tracks * config.d_model,), torch.float32, device, trainable=True)
             self.register_parameter(name, gains)
@@ -65,16 +65,16 @@ class TracksNetwork(nn.Module):
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        c, place, own = config, torch.device(device), config.track
+        c, place, track_config = config, torch.device(device), config.track
         self.config = c
         self._rope = RopeTable(c.rope, torch.float32, place)
-        given: dict[str, Any] = {"dtype": torch.float32, "device": place, "trainable": True}
-        self.embedding = nan_parameter((c.vocab_size, c.d_model), **given)
-        self.layers = nn.ModuleList(_TrackLayer(own, c.tracks, place) for _ in range(c.num_layers))
-        reads = c.d_model if c.merge == "gather" else own.d_model
-        self.merge = nan_parameter((c.tracks, own.d_model, reads), **given)
-        self.merge_norm = nan_parameter((c.d_model,), **given)
-        self.norm = nan_parameter((c.d_model,), **given)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": place, "trainable": True}
+        self.embedding = nan_parameter((c.vocab_size, c.d_model), **options)
+        self.layers = nn.ModuleList(_TrackLayer(track_config, c.tracks, place) for _ in range(c.num_layers))
+        reads = c.d_model if c.merge == "gather" else track_config.d_model
+        self.merge = nan_parameter((c.tracks, track_config.d_model, reads), **options)
+        self.merge_norm = nan_parameter((c.d_model,), **options)
+        self.norm = nan_parameter((c.d_model,), **options)
 
     def init_weights(self, seed: int) -> None:
         """Random start, as of `Network`."""
@@ -114,8 +114,8 @@ class TracksNetwork(nn.Module):
             return values[piece.into.removesuffix(".weight")]
         _, track, name = piece.into.removesuffix(".weight").split(".", 2)
         stacked = values[name.removeprefix("body.")]
-        own = stacked[int(track)] if stacked.ndim > 1 else stacked.view(self.config.tracks, -1)[int(track)]
-        return own if piece.rows is None else own[piece.at : piece.at + piece.rows]
+        rows = stacked[int(track)] if stacked.ndim > 1 else stacked.view(self.config.tracks, -1)[int(track)]
+        return rows if piece.rows is None else rows[piece.at : piece.at + piece.rows]
 
     def load_weights(self, folder: Path) -> None:
         """Fill it from a checkpoint; raises ConfigError as `read_layout`."""
@@ -161,5 +161,5 @@ class TracksOptions(DistilledOptions):
 
     def config(self, *sizes: Any, **more: Any) -> dict[str, Any]:
         """Return its config.json; arguments as for `ModelShape`."""
-        own = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
-        return {**super().config(*sizes, **more), **own, "num_tracks": self.tracks, "merge": self.merge}
+        marks = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
+        return {**super().config(*sizes, **more), **marks, "num_tracks": self.tracks, "merge": self.merge}

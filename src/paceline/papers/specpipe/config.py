@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...draft.base import DrafterSpec
-from ...draft.sessions import GoingSessions
+from ...draft.sessions import AsyncSessions
 from ...engine.ahead import AheadConfig
 from ...engine.base import RoundParts
 from ...engine.verification import make_verifier
@@ -67,7 +67,7 @@ class PipelineConfig(AheadConfig):
         return self.misfit(spec, f"which ends {self.stages} ticks too late", remedy)
 
     def _needless(self, remedy: str) -> tuple[str, str] | None:
-        """Return what is asked for that needs a drafter, where there is none."""
+        """Return the option that needs a drafter, where there is none."""
         if self.place is not None:
             return "no drafter is named that a process could serve", remedy
         named = ["rows"] * (self.rows is not None) + ["accept"] * (self.accept != "strict")
@@ -86,11 +86,11 @@ class PipelineConfig(AheadConfig):
         """
         if not self.layers:
             return even_cuts(layers, self.stages)
-        found = [0, *accumulate(map(int, self.layers.split("x")))]
-        if found[-1] != layers:
-            wrong = f"these are {found[-1]} layers, and the target has {layers}"
+        bounds = [0, *accumulate(map(int, self.layers.split("x")))]
+        if bounds[-1] != layers:
+            wrong = f"these are {bounds[-1]} layers, and the target has {layers}"
             raise ConfigError(f"round='pipeline,layers={self.layers}'", wrong, "name all of them")
-        return found
+        return bounds
 
     def cut(self, target: Decoder, pool: KVPool) -> list[Stage]:
         """Return the stages, over their part of the pool's K/V.
@@ -103,7 +103,7 @@ class PipelineConfig(AheadConfig):
         return [Stage(target, a, b, pool.tensors.part(a, b)) for a, b in pairs]
 
     def over(
-        self, parts: RoundParts, stage_line: StageLine, going: Callable[[GoingSessions], GoingSessions] | None = None
+        self, parts: RoundParts, stage_line: StageLine, going: Callable[[AsyncSessions], AsyncSessions] | None = None
     ) -> PipelineRound:
         """Return the round over stages wherever they are.
 

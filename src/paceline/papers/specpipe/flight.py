@@ -1,14 +1,14 @@
-"""The tree of one request whose levels are in flight: what enters the pipeline, and what a verdict leaves of it.
+"""The tree of one request whose levels are in flight: its growth and its pruning by verdicts.
 
-    text ... root            the last token that was said; the verdict on it is what the target says next
-              |- a           level 1, one tick behind the root
+    text ... root            the last emitted token; the verdict on it is what the target emits next
+              |- a           level 1, one tick after the root
               |  |- c        level 2
               |- b
                  |- d
 
 A verdict makes a child of the root the root, and drops what is not below it: embeddings in flight, nodes that wait,
-rows of K/V. Where the token that was said is no child, all is dropped and the pipeline starts again with that token. A
-node keeps its number while it is there, and the row of its K/V tells its place behind the committed text.
+rows of K/V. Where the emitted token is not a child, all is dropped and the pipeline starts again with that token. A
+node keeps its number while it is there, and the row of its K/V tells its place after the committed text.
 
 Source: SpecPipe, sections 3.2, 3.3.2 and 3.3.3, algorithm 1.
 """
@@ -38,15 +38,15 @@ class Node:
     place: int  # of the token in the text
     score: float = 0.0  # log of the chance of its path, up to a number that all nodes share
     source: int = NONE  # its number in the source's tree
-    row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
+    row: int = NONE  # of its K/V after the committed text; `NONE`: it has not entered the pipeline
     tick: int = NONE  # in which it entered
-    asked: bool = False  # whether children were asked for
+    requested: bool = False  # whether children were requested
     mark: int = 0  # of the drafter that proposed it
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a token that was said has done to the tree."""
+    """Describe what an emitted token has done to the tree."""
 
     version: int  # verdicts so far, this one included
     token: int
@@ -73,7 +73,7 @@ class Offer:
     mark: int = 0  # of the drafter that proposes it
 
 
-class Flight:
+class InFlightTree:
     """One request's tree.
 
     Args:
@@ -98,7 +98,7 @@ class Flight:
 
     @property
     def place(self) -> int:
-        """Of the root in the text."""
+        """Return the position of the root in the text."""
         return self.nodes[self.root].place
 
     # -- growing
@@ -114,15 +114,15 @@ class Flight:
         """
         numbers = []
         for offer in offers:
-            found = self._children.get((offer.parent, offer.token))
-            if found is None:
+            number = self._children.get((offer.parent, offer.token))
+            if number is None:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
                 node = Node(offer.parent, offer.token, above.place + 1, score, offer.source, mark=offer.mark)
-                found = self._add(node)
-            elif self.nodes[found].source == NONE != offer.source:  # a source that has lost it finds it again
-                self.nodes[found].source, self.nodes[found].asked = offer.source, False
-            numbers.append(found)
+                number = self._add(node)
+            elif self.nodes[number].source == NONE != offer.source:  # a source that has lost it finds it again
+                self.nodes[number].source, self.nodes[number].requested = offer.source, False
+            numbers.append(number)
         return numbers
 
     def best(self, offers: Sequence[Offer], width: int) -> list[Offer]:
@@ -146,46 +146,46 @@ class Flight:
             The nodes that are new.
         """
         chosen = self.best(offers, width)
-        taken = {*map(id, chosen)}
+        used = {*map(id, chosen)}
         older = [o for o in self.spare if o.parent in self.nodes and (o.parent, o.token) not in self._children]
         late = self.best(older, width - len(chosen))
-        taken.update(map(id, late))
-        self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in taken]
-        known = {*self.nodes}
-        return [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in known]
+        used.update(map(id, late))
+        self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in used]
+        before = {*self.nodes}
+        return [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in before]
 
     def _path_score(self, offer: Offer) -> float:
         return self.nodes[offer.parent].score + offer.log_q
 
     def tips(self, farthest: int) -> list[int]:
-        """Return the deepest nodes that children were not asked for.
+        """Return the deepest nodes without requested children.
 
         The newest level, or what a verdict left of an older one.
 
         Args:
             farthest: place of the last token that is of use.
         """
-        open_ = [number for number, node in self.nodes.items() if not node.asked and node.place < farthest]
+        open_ = [number for number, node in self.nodes.items() if not node.requested and node.place < farthest]
         if not open_:
             return []
         deepest = max(self.nodes[number].place for number in open_)
         return [number for number in open_ if self.nodes[number].place == deepest]
 
     def ask(self, tips: Iterable[int]) -> None:
-        """Note that children of these nodes were asked for."""
+        """Note that children of these nodes were requested."""
         for number in tips:
-            self.nodes[number].asked = True
+            self.nodes[number].requested = True
 
     def ask_again(self, tips: Iterable[int]) -> None:
-        """Children of these nodes, as far as they are there, were called off."""
+        """Children of these nodes, to the extent that they are there, were called off."""
         for number in tips:
             if number in self.nodes:
-                self.nodes[number].asked = False
+                self.nodes[number].requested = False
 
-    def orphan(self) -> None:
+    def detach_source(self) -> None:
         """Forget the source's numbers, whose tree is lost; drafting begins below the root again."""
         for number, node in self.nodes.items():
-            node.source, node.asked = NONE, number != self.root
+            node.source, node.requested = NONE, number != self.root
         self.spare = []
 
     # -- entering
@@ -198,11 +198,11 @@ class Flight:
     def enter(self, width: int, tick: int = 0) -> list[int]:
         """Return the level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
 
-        Their rows lie behind those that have entered.
+        Their rows lie after those that have entered.
 
         Args:
             width: of the level.
-            tick: the pipeline's count, by which late siblings are told from their level.
+            tick: the pipeline's count, by which late siblings are distinguished from their level.
         """
         entering = self.waiting[:width]
         for number in entering:
@@ -212,11 +212,11 @@ class Flight:
 
     def path(self, number: int) -> list[int]:
         """Nodes from the root to this one, both included."""
-        found = []
+        numbers = []
         while number != NONE:
-            found.append(number)
+            numbers.append(number)
             number = self.nodes[number].parent
-        return found[::-1]
+        return numbers[::-1]
 
     def visible(self, level: Sequence[int]) -> Tensor:
         """[rows of the level, rows that have entered] bool: ancestors, and itself."""
@@ -228,7 +228,7 @@ class Flight:
     # -- verdicts
 
     def number(self, parent: int, token: int) -> int:
-        """Of a node's child; `NONE`: it has none with this token."""
+        """Return the number of a node's child; `NONE`: it has none with this token."""
         return self._children.get((parent, token), NONE)
 
     def child(self, token: int) -> Node | None:
@@ -241,23 +241,23 @@ class Flight:
         drafts = {}
         for number in reversed(self.nodes):  # children before their parents
             node = self.nodes[number]
-            own = node.place, -math.inf if node.row == NONE else float(-node.tick)
-            below = reach[number] = max(own, reach.get(number, own))
+            rank = node.place, -math.inf if node.row == NONE else float(-node.tick)
+            below = reach[number] = max(rank, reach.get(number, rank))
             reach[node.parent] = max(below, reach.get(node.parent, below))
             if node.parent == self.root and node.row != NONE:
                 drafts[node.token] = Draft(node.score, below)
         return drafts
 
     def holds(self, token: int) -> bool:
-        """Whether the root's child with this token is in flight."""
+        """Return whether the root's child with this token is in flight."""
         node = self.child(token)
         return node is not None and node.row != NONE
 
     def trace(self, token: int, first: int, names: Callable[[int], str]) -> StepTrace:
-        """Return the tree in flight at the moment when the target says ``token``, as a step of that one token.
+        """Return the tree in flight at the moment when the target emits ``token``, as a step of that one token.
 
         Args:
-            token: what is said, if it is not cut by the stop rules.
+            token: the emitted token, if it is not cut by the stop rules.
             first: tokens of the output before it.
             names: of the drafters, by their source marks.
         """
@@ -279,7 +279,7 @@ class Flight:
         """Take the target's token after the root: reroot to the child that carries it, or start again with it.
 
         Raises:
-            ValueError: the root has not entered the pipeline, so that nothing can be said behind it.
+            ValueError: the root has not entered the pipeline, so that nothing can be emitted after it.
         """
         old = self.nodes[self.root]
         if old.row == NONE:
@@ -307,8 +307,8 @@ class Flight:
 
     def _below(self, root: int) -> list[int]:
         """Return a node and all below it; parents have lower numbers than their children."""
-        found = {root: None}
+        below = {root: None}
         for number, node in self.nodes.items():
-            if node.parent in found:
-                found[number] = None
-        return [*found]
+            if node.parent in below:
+                below[number] = None
+        return [*below]

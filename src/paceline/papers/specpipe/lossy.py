@@ -1,4 +1,4 @@
-"""Two lossy ways to decide: what comes out is not what the target would have said (SpecPipe, section 3.4)."""
+"""Two lossy ways to decide: the result is not what the target would have emitted (SpecPipe, section 3.4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Accept = Callable[[Tensor, Mapping[int, Draft]], int | None]
 
 
 def relaxed(scores: Tensor, drafts: Mapping[int, Draft]) -> int | None:
-    """Of the drafts that the newest level hangs below the one that the target likes best: the pipeline never stalls.
+    """Choose the target's favourite among drafts above the newest level, so that the pipeline never stalls.
 
     Any other draft costs ticks: a late sibling at once, one that nothing is left of soon. Drafts that the request's
     rules forbid are none. Of equals the lowest id is taken.
@@ -29,7 +29,7 @@ def relaxed(scores: Tensor, drafts: Mapping[int, Draft]) -> int | None:
 
 
 def within_top_p(scores: Tensor, drafts: Mapping[int, Draft], p: float = TOP_P) -> int | None:
-    """Of the drafts in the target's top-p set the one that the source likes best.
+    """Choose, of the drafts in the target's top-p set, the one that the source ranks highest.
 
     The set is the smallest one of likeliest tokens whose probabilities reach ``p`` together.
     """

@@ -1,4 +1,4 @@
-"""What the pipeline round keeps of each request, and what it tells of each tick."""
+"""Records of the pipeline round: one by request, one by tick."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 from ...core.sequence import Sequence
 from ...kv.pool import SequenceCache
-from .flight import Cut, Flight
+from .flight import Cut, InFlightTree
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What a tick did."""
+    """Describe what a tick did."""
 
     emitted: abc.Sequence[tuple[Running, int]]  # requests that got tokens, and how many
     entered: int  # rows
-    hits: int  # of them in flight when they were said
+    hits: int  # of them in flight when they were emitted
     waits: bool  # whether the source was late
-    verdicts: abc.Sequence[Cut] = ()  # behind each token but an answer's last one
-    refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
+    verdicts: abc.Sequence[Cut] = ()  # after each token but an answer's last one
+    refills: int = 0  # trees whose newest level was pruned away, and that continue from an older one
     late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
 
     @property
-    def said(self) -> int:
+    def count(self) -> int:
         """Tokens of all requests."""
         return sum(count for _, count in self.emitted)
 
@@ -35,7 +35,7 @@ class Running:
     request: int
     sequence: Sequence
     cache: SequenceCache
-    flight: Flight | None = None  # None: the end of the prompt has not entered
+    flight: InFlightTree | None = None  # None: the end of the prompt has not entered
     farthest: int = 0  # place of the last token that is of use
     # By source mark: nodes that entered since the last verdict, roots not counted.
     counted: Counter[int] = field(default_factory=Counter)

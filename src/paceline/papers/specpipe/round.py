@@ -1,12 +1,12 @@
 """The pipeline round: each tick a level of the tree enters the stages, and while drafts hold a token leaves them.
 
 a level enters -> all stages compute, the source drafts -> what the last one has is decided -> trees are cut
--> K/V is settled -> all stages hear of it -> the drafted level waits for the next tick
+-> K/V is settled -> all stages learn of it -> the drafted level waits for the next tick
 
 Whatever the source gives, and when, the tokens are those of plain decoding: a level that is late or wrong costs ticks.
 
 Source: SpecPipe, algorithm 1. Of its lines 8 and 9, which can be read in two ways, here: where the newest level was
-pruned away but an older one is left, drafting goes on below that; the token that was said is computed anew only where
+pruned away but an older one is left, drafting continues below that; the emitted token is computed again only where
 it is not in flight.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...core.errors import PassesLost
+from ...core.errors import WorkerRestarted
 from ...core.inference import inference
 from ...core.sequence import Sequence
 from ...draft.base import DraftRule, StepFeatures
@@ -33,7 +33,7 @@ from ...engine.verification import choose_nodes
 from ...model.stage_line import StageLine
 from ...model.stages import TEXT, Frame, StageRows
 from . import lossy
-from .flight import Cut, Flight, Offer
+from .flight import Cut, InFlightTree, Offer
 from .records import Running, Tick
 from .source import Source
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class PipelineRound:
-    """Levels of trees enter a target's stages behind each other.
+    """Levels of trees enter a target's stages one after the other.
 
     Args:
         config: its options.
         parts: the target, which reads the states of the last stage; a pool whose slots the stages' stores have, and
             whose moves go with the frames; the drafter.
         stage_line: the stages.
-        source: of tokens; None: a plain pipeline, in which a token enters when the one before it was said.
+        source: of tokens; None: a plain pipeline, in which a token enters when the one before it was emitted.
     """
 
     name = "pipeline"
@@ -72,12 +72,12 @@ class PipelineRound:
         self._moves: list[tuple[abc.Sequence[int], abc.Sequence[int]]] = []  # of K/V, that the next frame takes along
         self.pool.store = self
         self._fresh = self._epoch = 0
-        self._turn = 0  # who comes first where not all have room in a tick
+        self._turn = 0  # the first where not all have room in a tick
         self._verdicts: list[Cut] = []  # of the tick
         self._added = 0, 0  # refills and late siblings of the tick
         self._tick_count = 0
         self._ticks = 0  # since the last frame that has rows entered
-        # Rows of the frames in flight; 0: of text, which says nothing of w.
+        # Rows of the frames in flight; 0: of text, which are independent of w.
         self._torn = False  # whether a step has begun, or ended in its middle
 
     @property
@@ -87,25 +87,25 @@ class PipelineRound:
 
     @property
     def busy(self) -> bool:
-        """Whether rows are in flight, or wait."""
+        """Return whether rows are in flight, or wait."""
         return bool(self._running)
 
     @inference
     def step(self, works: abc.Sequence[Work], rule: DraftRule | None = None) -> StepResult:
-        """Ticks until a token is said, or until nothing is in flight."""
+        """Tick until a token is emitted, or until nothing is in flight."""
         assert rule is None, "a rule weighs drafts by the time that they add to a pass"
         began, self._torn = perf_counter(), True
         self._enqueue([(self._admit(work), work) for work in works])
-        said: abc.Sequence[tuple[Running, int]] = ()
-        while not said and (self._queue or self._ticks < self.stage_line.count):
-            said = self.tick().emitted
+        emitted: abc.Sequence[tuple[Running, int]] = ()
+        while not emitted and (self._queue or self._ticks < self.stage_line.count):
+            emitted = self.tick().emitted
         self._torn = False
-        told = [(running.sequence, count) for running, count in said]
-        passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in said]
-        return StepResult(passes, {}, told, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
+        emissions = [(running.sequence, count) for running, count in emitted]
+        passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in emitted]
+        return StepResult(passes, {}, emissions, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
 
     def _enqueue(self, fresh: abc.Sequence[tuple[Running, Work]]) -> None:
-        """Work that has waited is scheduled anew, as it is now, and keeps its place."""
+        """Work that has waited is scheduled again, as it is now, and keeps its place."""
         now = {running.request: (running, work) for running, work in fresh}
         waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
         self._queue = [*waiting, *now.values()]
@@ -113,7 +113,7 @@ class PipelineRound:
     def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
 
-        Frames go on without these rows: what they move may belong to text that others find.
+        Frames continue without these rows: what they move may belong to text that others find.
         """
         for sequence in sequences:
             request = self._requests.pop(sequence.key, None)
@@ -135,7 +135,7 @@ class PipelineRound:
             self._guard.forget()
 
     def copy_slots(self, sources: abc.Sequence[int], targets: abc.Sequence[int]) -> None:
-        """See `SlotStore`: moves go with the next frame."""
+        """Implement `SlotStore`: moves go with the next frame."""
         self._moves.append((sources, targets))
 
     # -- what enters
@@ -159,20 +159,20 @@ class PipelineRound:
         self._asked(self._ask)
         self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
         out = self.stage_line.tick(frame)
-        said, hits = self._decide(out)
+        emitted, hits = self._decide(out)
         waits = self._guard is not None and self._guard.there and not self._asked(self._take)
         while waits and (out is None or not out.rows) and self.stage_line.rest():
             waits = not self._asked(self._take)
         verdicts, self._verdicts = self._verdicts, []
         added, self._added = self._added, (0, 0)
-        return Tick(said, 0 if frame is None else frame.rows, hits, waits, verdicts, *added)
+        return Tick(emitted, 0 if frame is None else frame.rows, hits, waits, verdicts, *added)
 
     def _frame(self) -> Frame | None:
         """Return what enters now: text that waits, and a level of each tree."""
-        taken = self._queue[: self.config.texts]
-        self._queue = self._queue[len(taken) :]
-        parts = [self._text(running, work) for running, work in taken]
-        parts += self._levels({running.request for running, _ in taken})
+        entering = self._queue[: self.config.texts]
+        self._queue = self._queue[len(entering) :]
+        parts = [self._text(running, work) for running, work in entering]
+        parts += self._levels({running.request for running, _ in entering})
         ended, self._ended = self._ended, []
         moves, self._moves = self._moves, []
         if not (parts or moves or ended):
@@ -180,7 +180,7 @@ class PipelineRound:
         return Frame(self._epoch, parts, None, moves, ended)
 
     def _width(self, running: Running) -> int:
-        """Return w: drafted tokens of a request in a tick, as far as it allows them."""
+        """Return w: drafted tokens of a request in a tick, to the extent that it allows them."""
         return min(self.config.width, running.sequence.max_nodes or self.config.width)
 
     def _levels(self, begun: Container[int]) -> list[StageRows]:
@@ -194,19 +194,19 @@ class PipelineRound:
         self._turn += 1
         start = self._turn % len(live)
         parts: list[StageRows] = []
-        left = self.config.rows
+        rows_left = self.config.rows
         for place, running in enumerate([*live[start:], *live[:start]]):
             share = self._width(running)
-            if left is not None:
-                share = min(share, -(-left // (len(live) - place)))
+            if rows_left is not None:
+                share = min(share, -(-rows_left // (len(live) - place)))
             part = self._level(running, share) if share else None
             if part is not None:
                 parts.append(part)
-                left = None if left is None else left - len(part.nodes)
+                rows_left = None if rows_left is None else rows_left - len(part.nodes)
         return parts
 
     def _text(self, running: Running, work: Work) -> StageRows:
-        """Rows of a text; its last one is the root. Those before it are committed: what comes later finds them."""
+        """Rows of a text; its last one is the root. Those before it are committed, so later rows find them."""
         sequence, cache = running.sequence, running.cache
         view, rows = sequence, work.rows
         first = cache.committed
@@ -239,12 +239,12 @@ class PipelineRound:
         view = running.sequence
         root = len(view.tokens) - 1
         running.farthest = root + (work.max_depth if work.may_draft else 0)
-        running.flight = Flight(view.tokens[-1], root)
+        running.flight = InFlightTree(view.tokens[-1], root)
         if running.farthest > root:
             self._asked(lambda source: self._open(source, running))
 
     def _level(self, running: Running, width: int) -> StageRows | None:
-        """Return the next level of a tree, as far as there are slots for it: drafts never displace anybody."""
+        """Return the next level of a tree, to the extent that there are slots for it: drafts never displace anybody."""
         flight = running.flight
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
@@ -258,7 +258,7 @@ class PipelineRound:
         blocks = self.pool.allocator.num_free * self.pool.block_size
         return cache.capacity - cache.committed - cache.ahead + blocks
 
-    def _rows(self, running: Running, flight: Flight, level: abc.Sequence[int]) -> StageRows:
+    def _rows(self, running: Running, flight: InFlightTree, level: abc.Sequence[int]) -> StageRows:
         """Nodes that have just entered, as rows."""
         cache = running.cache
         cache.reserve(len(level))
@@ -283,7 +283,7 @@ class PipelineRound:
     # -- the source
 
     def _asked(self, call: Callable[[Source], bool | None]) -> bool:
-        """Ask the source for something; returns what it gives, False where it fails or is away."""
+        """Call the source; return what it gives, False where it fails or is away."""
         if self.source is None or self._guard is None or not self._guard.there:
             return False
         with self._guard:
@@ -296,7 +296,7 @@ class PipelineRound:
         self.source.lost()
         for running in self._running.values():
             if running.flight is not None:
-                running.flight.orphan()
+                running.flight.detach_source()
 
     def _look(self) -> None:
         """Open the sessions that a source has lost, if it is there again."""
@@ -342,13 +342,13 @@ class PipelineRound:
             if running.flight is not None:
                 self._append(running, running.flight, came.get(running.sequence.key, ()))
 
-    def _append(self, running: Running, flight: Flight, offers: abc.Sequence[Offer]) -> None:
+    def _append(self, running: Running, flight: InFlightTree, offers: abc.Sequence[Offer]) -> None:
         deepest = max(node.place for node in flight.nodes.values())
         waiting = sum(number != flight.root for number in flight.waiting)
         width, rows = self._width(running), self.config.rows
         if rows is not None:
             width = max(1, min(width, rows // len(self._running)))
-        room = width - waiting  # what has not entered yet is part of the coming level
+        room = width - waiting  # rows that have not entered yet are part of the coming level
         places = [flight.nodes[number].place for number in flight.append(offers, max(0, room))]
         refills, late = self._added
         refilled = any(deepest < place <= running.newest for place in places)
@@ -359,7 +359,7 @@ class PipelineRound:
 
     def _decide(self, out: Frame | None) -> tuple[list[tuple[Running, int]], int]:
         """Decide on roots that the last stage has computed: return who got how many tokens, and how many were hits."""
-        said: list[tuple[Running, int]] = []
+        emitted: list[tuple[Running, int]] = []
         hits = begin = 0
         for part in () if out is None else out.parts:
             assert out is not None and out.hidden is not None
@@ -369,22 +369,22 @@ class PipelineRound:
             self._record(running, part, hidden)
             if part.visible is None:
                 self._observe(running, part.positions[0], hidden)
-            count, found = self._say(running, part, hidden)
-            hits += found
+            count, more_hits = self._say(running, part, hidden)
+            hits += more_hits
             if running.sequence.fault is not None:
                 running.sequence.checker.end("error")
             if count or running.sequence.fault is not None:
-                said.append((running, count))
-        return said, hits
+                emitted.append((running, count))
+        return emitted, hits
 
     def _record(self, running: Running, part: StageRows, hidden: Tensor) -> None:
-        """Log-probabilities of a prompt, where they were asked for."""
+        """Log-probabilities of a prompt, where they were requested."""
         sequence = running.sequence
         if sequence.params.prompt_logprobs is None or part.visible is not None:
             return
         try:
             record_prompt(sequence, part.positions[0], hidden, self.target)
-        except PassesLost:  # of a rank: nothing of the request's own
+        except WorkerRestarted:  # of a rank: nothing of the request's own
             raise
         except Exception as error:
             sequence.fault = error
@@ -397,25 +397,25 @@ class PipelineRound:
             row = part.nodes.index(flight.root)
             logits = self.target.read(hidden[row : row + 1])
             token = self._choose(sequence, flight, logits)
-            kept = self._emit(running, token, logits)
-            if not kept or sequence.finished:
-                return count + kept, hits
+            emitted = self._emit(running, token, logits)
+            if not emitted or sequence.finished:
+                return count + emitted, hits
             count += 1
             if part.visible is not None:
                 self._observe(running, flight.place, hidden[row : row + 1])
             hits += self._go_on(running, flight, token)
         return count, hits
 
-    def _choose(self, view: Sequence, flight: Flight, logits: Tensor) -> int:
-        """Return the token behind the root.
+    def _choose(self, view: Sequence, flight: InFlightTree, logits: Tensor) -> int:
+        """Return the token after the root.
 
-        The target's own choice, unless a lossy rule is asked for and finds another.
+        The target's own choice, unless a lossy rule is requested and finds another.
         """
         token = int(choose_nodes(view, logits, None, 0)[0])
         if self._accept is None or view.fault is not None:
             return token
-        found = self._accept(view.sampler.process(logits)[0], flight.in_flight())
-        return token if found is None else found
+        accepted = self._accept(view.sampler.process(logits)[0], flight.in_flight())
+        return token if accepted is None else accepted
 
     def _emit(self, running: Running, token: int, logits: Tensor) -> int:
         """One token for the output, and its statistics; 0: a fault, which the view notes."""
@@ -425,26 +425,26 @@ class PipelineRound:
             return 0
         hit = flight.holds(token)
         try:
-            kept = sequence.emit([token], int(hit), logprobs_of(sequence, logits, [token]))
+            emitted = sequence.emit([token], int(hit), logprobs_of(sequence, logits, [token]))
             counted, running.counted = running.counted, Counter()
             stats = sequence.stats
             stats.row_layers += (1 + counted.total()) * self.stage_line.layers
             right = flight.child(token) if hit else None
             if right is not None:  # it may have entered before the last verdict
                 counted[right.mark] = max(1, counted[right.mark])
-            if kept:
+            if emitted:
                 names, drafted = partial(source_name, self._spec), counted.total()
                 sources = {names(m): (n, [1] * (right is not None and right.mark == m)) for m, n in counted.items()}
                 offered = min(1, drafted)
-                stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=offered, sources=sources)
+                stats.record_pass(drafted=drafted, accepted=int(hit), emitted=emitted, offered=offered, sources=sources)
                 if sequence.trace is not None:
                     sequence.trace.append(flight.trace(token, len(sequence.output_ids) - 1, names))
         except Exception as error:
             sequence.fault = error
             return 0
-        return kept
+        return emitted
 
-    def _go_on(self, running: Running, flight: Flight, token: int) -> bool:
+    def _go_on(self, running: Running, flight: InFlightTree, token: int) -> bool:
         """Cut the tree, and let ledger, stages and source know; returns whether the token was in flight."""
         node = flight.child(token)
         verdict = flight.say(token)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...draft.sessions import ROOT, Ask, GoingSessions, Growing, Grown, Opening
-from .flight import Flight, Offer
+from ...draft.sessions import ROOT, Ask, AsyncSessions, NewNodes, Opening, Pending
+from .flight import InFlightTree, Offer
 
 
 class Source:
@@ -17,11 +17,11 @@ class Source:
         vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
     """
 
-    def __init__(self, sessions: GoingSessions, children: int, vocab_size: int) -> None:
+    def __init__(self, sessions: AsyncSessions, children: int, vocab_size: int) -> None:
         self.sessions, self._children, self._vocab = sessions, children, vocab_size
         self._asked: dict[int, dict[int, int]] = {}  # by sequence: of what is owed its source's nodes by the tree's
-        self._growing: Growing | None = None
-        self._flights: Mapping[int, tuple[Flight, int]] = {}  # that were asked for
+        self._growing: Pending | None = None
+        self._flights: Mapping[int, tuple[InFlightTree, int]] = {}  # that were requested
         self.open: set[int] = set()  # keys of sequences
 
     def begin(self, opening: Opening) -> None:
@@ -36,11 +36,11 @@ class Source:
 
     @property
     def owes(self) -> bool:
-        """Whether a level was asked for that is not there."""
+        """Return whether a requested level is missing."""
         return bool(self._asked)
 
-    def ask(self, flights: Mapping[int, tuple[Flight, int]]) -> None:
-        """Ask for the next level of all trees, unless one is owed.
+    def ask(self, flights: Mapping[int, tuple[InFlightTree, int]]) -> None:
+        """Request the next level of all trees, unless one is owed.
 
         Args:
             flights: by key of their sequence, with the place of the last token that is of use.
@@ -59,7 +59,7 @@ class Source:
             self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
 
     def take(self) -> dict[int, list[Offer]]:
-        """Return the level that was asked for, by sequence; empty: nothing was, or it is late.
+        """Return the level that was requested, by sequence; empty: nothing was, or it is late.
 
         Raises:
             ValueError: the drafter answers nonsense.
@@ -70,13 +70,13 @@ class Source:
         self.sessions.look()
         if not growing.done:
             return {}
-        asked, self._asked, self._growing = self._asked, {}, None
+        requested, self._asked, self._growing = self._asked, {}, None
         level = growing.levels[0] if growing.levels else {}
-        for key in asked.keys() - level.keys():  # called off
-            self._flights[key][0].ask_again(asked[key].values())
-        return {key: self._offers(asked[key], level[key]) for key in asked if key in level}
+        for key in requested.keys() - level.keys():  # called off
+            self._flights[key][0].ask_again(requested[key].values())
+        return {key: self._offers(requested[key], level[key]) for key in requested if key in level}
 
-    def _offers(self, below: Mapping[int, int], answer: Grown) -> list[Offer]:
+    def _offers(self, below: Mapping[int, int], answer: NewNodes) -> list[Offer]:
         if any(not 0 <= token < self._vocab for token in answer.tokens):
             raise ValueError("a drafted token lies outside the vocabulary")
         columns = zip(answer.parents, answer.tokens, answer.log_q, answer.nodes, answer.sources, strict=True)

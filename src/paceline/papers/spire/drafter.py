@@ -1,7 +1,7 @@
 """SPIRe's drafter: chains of a draft that reads the target's activations, in constant memory a text.
 
-What rows see of a verified token is a target activation, of the root and of drafted tokens the draft's own memory. The
-root is verified but has no activation yet. When a pass has verified tokens, their memory is written anew from what the
+Rows see a target activation of a verified token, of the root and of drafted tokens the draft's own memory. The
+root is verified but has no activation yet. When a pass has verified tokens, their memory is written again from what the
 pass showed; that costs the K and V projections alone.
 
 Source: SPIRe, sections 3.1 and 3.3.
@@ -98,7 +98,7 @@ class SpireDrafter(ObservingDrafter):
         if num_layers is None or num_layers <= shape.layers:
             wrong = f"it reads activations below the target's last {shape.layers} layers, and the target "
             wrong += "is not known when it is built" if num_layers is None else f"has {num_layers}"
-            raise CapabilityError(config.asked, wrong, "build it for the target that it was trained for")
+            raise CapabilityError(config.label, wrong, "build it for the target that it was trained for")
         self.depth = config.depth or shape.depth
         self._taps = shape.taps(num_layers)
         self.spec = DrafterSpec(
@@ -122,7 +122,7 @@ class SpireDrafter(ObservingDrafter):
         Raises:
             CapabilityError: layers with sliding windows or rotations of their own, or a draft of another target.
         """
-        check_rotary(self.config.asked, target.decoder.config, target.name, "use draft_model or ngram for this target")
+        check_rotary(self.config.label, target.decoder.config, target.name, "use draft_model or ngram for this target")
         decoder, memory = self._load(target, device)
         c = decoder.config
         self.config.check_shape(c, self.shape.target, target)
@@ -138,7 +138,7 @@ class SpireDrafter(ObservingDrafter):
         config = read_config(self._source)
         native = target.decoder.stack is not None and unsupported(config, target.dtype, device) is None
         attention = make_backend(target.dtype)
-        decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native, lender=target.handle)
+        decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native, ends_of=target.handle)
         load_weights(decoder, self._source, layers_only=True)
         return decoder, read_memory(self.shape, self._source)
 
@@ -175,7 +175,7 @@ class SpireDrafter(ObservingDrafter):
         for growth in growths:
             tokens, text = growth.sequence.tokens, self.body.follow(growth.sequence)
             chains.append(RingChain(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, growth.rules))
-        found = self.network.roll(chains, self.ring, floor)
-        for growth, drafted in zip(growths, found, strict=True):
+        chains_out = self.network.roll(chains, self.ring, floor)
+        for growth, drafted in zip(growths, chains_out, strict=True):
             growth.follow(drafted)
-        return max(map(len, found))
+        return max(map(len, chains_out))

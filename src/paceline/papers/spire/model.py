@@ -1,7 +1,7 @@
 """A trained SPIRe drafter: what it is, and its files.
 
 A folder with a Hugging Face checkpoint of the draft's layers (``config.json``, ``model.safetensors``; embedding, final
-norm and head are the target's), and with it ``spire.json``, which says what the draft is and for whom, and
+norm and head are the target's), and with it ``spire.json``, which states what the draft is and for whom, and
 ``spire.safetensors``, the weights of its feedback memory.
 """
 
@@ -25,7 +25,7 @@ OWN_WEIGHT = 2.0  # at the start, of the layer's own input in its memory; the ot
 
 @dataclass(frozen=True, kw_only=True)
 class SpireShape(TrainedConfig):
-    """What a trained draft is, and for which target. Names of sections are SPIRe's."""
+    """Describe what a trained draft is, and for which target. Names of sections are SPIRe's."""
 
     what: ClassVar[str] = "spire"
     retired = (("feedback", True), ("past", "layers"), ("shared", False), ("ends", "target"))
@@ -65,6 +65,6 @@ def read_shape(folder: Path) -> SpireShape:
 
 def read_memory(shape: SpireShape, folder: Path) -> Tensor:
     """Return the weights of its memory, float32; errors as of `TrainedFiles.copy`."""
-    made = shape.fresh_memory()
-    FILES.copy({MEMORY: made}, FILES.tensors(folder), folder / WEIGHTS_FILE)
-    return made
+    memory = shape.fresh_memory()
+    FILES.copy({MEMORY: memory}, FILES.tensors(folder), folder / WEIGHTS_FILE)
+    return memory

@@ -103,8 +103,8 @@ class SpireNetwork:
         which = torch.tensor(rows, device=device)
         cos, sin = self._table.rows(torch.tensor(positions, device=device))
         where = torch.tensor(slots, device=device)
-        for index, (project, own) in enumerate(zip(self._projections, states, strict=True)):
-            for cache, values in zip((ring.k[index], ring.v[index]), project(own[which], cos, sin), strict=True):
+        for index, (project, state) in enumerate(zip(self._projections, states, strict=True)):
+            for cache, values in zip((ring.k[index], ring.v[index]), project(state[which], cos, sin), strict=True):
                 cache.index_copy_(1, where, values.transpose(0, 1))
 
     def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ GROUP = 16  # blocks that attend together, where a view is narrower than a row
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where the blocks of a batch lie."""
+    """Describe where the blocks of a batch lie."""
 
     places: Tensor  # [P, k] of each block's tokens in their row; the last place where a row has ended
     there: Tensor  # [B, P, k] bool: the token is there, and of the document that its block begins in
@@ -69,13 +69,13 @@ def _mask_of(batch: TokenBatch, blocks: Blocks, shape: SpireShape, step: int) ->
     near = batch.positions[:, None] >= position[:, :, None] - shape.window
     near = near | (batch.positions[:, None] < shape.sinks)
     verified = (batch.documents[:, None] == of_block[:, :, None]) & (keys < starts[:, None]) & near  # [B, P, T]
-    own = []
+    drafted = []
     same = torch.eye(len(starts), dtype=torch.bool, device=rows.device)
     for other in range(step):
         at = batch.positions[:, blocks.places[:, other]]
         close = (at >= position - shape.window) | (at < shape.sinks)
-        own.append(same & close[:, None])  # [B, P, P]
-    return torch.cat([verified, *own], -1)[:, None]
+        drafted.append(same & close[:, None])  # [B, P, P]
+    return torch.cat([verified, *drafted], -1)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _Groups:
 
     @staticmethod
     def of(batch: TokenBatch, blocks: Blocks, shape: SpireShape) -> _Groups:
-        """Return groups of `GROUP` blocks; one of all blocks, over the whole row, where that is no more work."""
+        """Return groups of `GROUP` blocks; one of all blocks, over the whole row, where that is as little work."""
         rows, length = batch.tokens.shape
         starts = blocks.places[:, 0]
         count, depth, device = len(starts), blocks.places.shape[1], starts.device
@@ -104,8 +104,8 @@ class _Groups:
         at = starts.expand(rows, -1, -1)
         begins = at - batch.positions.gather(1, at.flatten(1)).view_as(at)  # [B, G, C] a document's first token
         sinks = begins[..., None] + torch.arange(shape.sinks, device=device)  # [B, G, C, S]
-        own = torch.eye(GROUP, dtype=torch.bool, device=device)[:, :, None]  # [C, C, 1]
-        apart = ((sinks < first[:, :, None]) & (sinks >= 0))[:, :, None] & own  # [B, G, C, C, S]
+        diagonal = torch.eye(GROUP, dtype=torch.bool, device=device)[:, :, None]  # [C, C, 1]
+        apart = ((sinks < first[:, :, None]) & (sinks >= 0))[:, :, None] & diagonal  # [B, G, C, C, S]
         seen = inside[:, None].expand(rows, -1, GROUP, -1)
         places = torch.cat((near, sinks.clamp(0, length - 1).flatten(2)), -1)
         return _Groups(GROUP, places, torch.cat((seen, apart.flatten(3)), -1))
@@ -114,8 +114,8 @@ class _Groups:
         """Return [B * G, L, ..] of a row's [B, T, ..]."""
         rows, length = whole.shape[:2]
         first = torch.arange(rows, device=whole.device)[:, None, None] * length
-        found = whole.flatten(0, 1).index_select(0, (self.places + first).flatten())
-        return found.view(-1, self.places.shape[2], *whole.shape[2:])
+        selected = whole.flatten(0, 1).index_select(0, (self.places + first).flatten())
+        return selected.view(-1, self.places.shape[2], *whole.shape[2:])
 
     def split(self, each: Tensor) -> Tensor:
         """Return [B * G, C, ..] of the blocks' [B, P, ..]; the last group is filled up with zeros."""
@@ -130,8 +130,8 @@ class _Groups:
         places = self.places[:, :, None].expand(rows, verified.shape[1], self.size, -1)
         parts = [verified.gather(3, places) & self.open]
         eye = torch.eye(self.size, dtype=torch.bool, device=mask.device)
-        for own in mask[:, :, length:].unflatten(2, (-1, count)).unbind(2) if mask.shape[2] > length else ():
-            diagonal = self.split(own.diagonal(dim1=1, dim2=2)).view(rows, -1, self.size, 1)
+        for step_mask in mask[:, :, length:].unflatten(2, (-1, count)).unbind(2) if mask.shape[2] > length else ():
+            diagonal = self.split(step_mask.diagonal(dim1=1, dim2=2)).view(rows, -1, self.size, 1)
             parts.append(diagonal & eye)
         return torch.cat(parts, -1).flatten(0, 1)[:, None]
 
@@ -177,11 +177,11 @@ def run_blocks(
     c, layers = network.config, network.layers
     whole, groups = network.rotation(batch.positions), _Groups.of(batch, blocks, shape)
     rows, count, length = len(batch.tokens), len(blocks.places), batch.tokens.shape[1]
-    known: list[list[KeyValues]] = [
-        [_each(groups.keys, _keys_and_values(layer, c, own, whole))] for layer, own in zip(layers, past, strict=True)
+    past_kv: list[list[KeyValues]] = [
+        [_each(groups.keys, _keys_and_values(layer, c, kv, whole))] for layer, kv in zip(layers, past, strict=True)
     ]
     mix = memory.softmax(-1)
-    said = []
+    ends = []
     for step in range(shape.depth):
         at = blocks.places[:, step]
         positions = batch.positions[:, at]
@@ -191,19 +191,19 @@ def run_blocks(
         mask = mask | ~mask.any(-1, keepdim=True)
         hidden = network.embed(batch.tokens[:, at])
         activations = [hidden]
-        for layer, own in zip(layers, known, strict=True):
-            k, v = (torch.cat(parts, 1) for parts in zip(*own, strict=True))
+        for layer, kv in zip(layers, past_kv, strict=True):
+            k, v = (torch.cat(parts, 1) for parts in zip(*kv, strict=True))
             attended = _attend(groups.split(_queries(layer, c, hidden, rotation)), k, v, mask, c.scale)
             attended = attended.view(rows, -1, attended.shape[-1])[:, :count]
             hidden = finish(layer, c, hidden, attended * seen)
             activations.append(hidden)
-        said.append(network.final(hidden))
+        ends.append(network.final(hidden))
         if step + 1 < shape.depth:
             every = torch.stack(activations)  # [n + 1, B, P, d]
-            for index, (layer, own) in enumerate(zip(layers, known, strict=True)):
+            for index, (layer, kv) in enumerate(zip(layers, past_kv, strict=True)):
                 mixed = torch.einsum("l,lbpd->bpd", mix[index].to(every.dtype), every)
-                own.append(_each(groups.split, _keys_and_values(layer, c, mixed, rotation)))
-    return said
+                kv.append(_each(groups.split, _keys_and_values(layer, c, mixed, rotation)))
+    return ends
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -216,8 +216,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
     q = q.view(count, rows, shared, heads // shared, width).permute(0, 2, 3, 1, 4)
     scores = (q * scale).flatten(2, 3) @ k.permute(0, 2, 3, 1)  # [N, kv_heads, heads / kv_heads * C, L]
     scores = scores.unflatten(2, (-1, rows)).masked_fill(~mask[:, :, None], -torch.inf)
-    found = scores.softmax(-1).flatten(2, 3).to(v.dtype) @ v.transpose(1, 2)
-    return found.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2)
+    mixed = scores.softmax(-1).flatten(2, 3).to(v.dtype) @ v.transpose(1, 2)
+    return mixed.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2)
 
 
 def _each(act: Callable[[Tensor], Tensor], both: KeyValues) -> KeyValues:

@@ -36,7 +36,7 @@ OMEGA = 0.5  # weight of distillation in the mixed loss
 
 @dataclass(frozen=True, kw_only=True)
 class SpireOptions:
-    """What is trained."""
+    """Describe what is trained."""
 
     hot_head: float = hot_share()
     layers: int = option(0, help="layers of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
@@ -71,7 +71,7 @@ class PassRows(NamedTuple):
     places: Tensor  # [R] in the flat batch
     targets: Tensor  # [R] int64 next tokens of the text
     weights: Tensor  # [R]
-    kept: Tensor  # [B, P] bool which of the blocks' rows they are
+    mask: Tensor  # [B, P] bool which of the blocks' rows they are
 
 
 class SpireRecipe:
@@ -143,7 +143,7 @@ class SpireRecipe:
         return inputs[-n:], target.final(last)
 
     def _rows(self, batch: TokenBatch, offset: int, past: list[Tensor]) -> Iterator[PassRows]:
-        """Of each pass the rows that have something to learn."""
+        """Yield the rows of each pass that have something to learn."""
         blocks = Blocks.of(batch, self.shape.depth, offset)
         passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, past)
         first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * batch.tokens.shape[1]
@@ -152,9 +152,9 @@ class SpireRecipe:
         targets, weights = batch.targets.flatten(), batch.weights.flatten()
         for step, hidden in enumerate(passes):
             places = first + blocks.places[:, step]  # [B, P]
-            own = torch.where(useful[:, :, step], weights[places], 0.0)
-            kept = own > 0
-            yield PassRows(hidden[kept], places[kept], targets[places[kept]], own[kept], kept)
+            row_weights = torch.where(useful[:, :, step], weights[places], 0.0)
+            used = row_weights > 0
+            yield PassRows(hidden[used], places[used], targets[places[used]], row_weights[used], used)
 
     # -- held-out figures
 
@@ -169,8 +169,8 @@ class SpireRecipe:
         figures: dict[str, float] = {}
         device = self.module.network.head_weight.device
         for domain, batches in self.held_out.items():
-            found = [self.judge(batch.to(device)) for batch in batches]
-            chances, alphas = torch.cat([c for c, _ in found]), torch.cat([a for _, a in found])
+            judged = [self.judge(batch.to(device)) for batch in batches]
+            chances, alphas = torch.cat([c for c, _ in judged]), torch.cat([a for _, a in judged])
             whole = ~chances.isnan().any(1)
             if bool(whole.any()):
                 figures[f"tau/{domain}"] = 1 + float(chances[whole].cumprod(1).sum(1).mean())
@@ -179,34 +179,34 @@ class SpireRecipe:
         return figures
 
     @torch.no_grad()
-    def judge(self, batch: TokenBatch, offset: int = 0, known: TargetStates | None = None) -> tuple[Tensor, Tensor]:
+    def judge(self, batch: TokenBatch, offset: int = 0, states: TargetStates | None = None) -> tuple[Tensor, Tensor]:
         """Return [B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there.
 
         Args:
             batch: the text.
             offset: where its first block begins.
-            known: what `know` made of it, for several offsets.
+            states: what `know` made of it, for several offsets.
         """
-        past, final = known or self.know(batch)
+        past, final = states or self.know(batch)
         chances, alphas = [], []
         for part in self._rows(batch, offset, past):
-            of_rows = torch.full((2, *part.kept.shape), torch.nan, device=part.hidden.device)
-            of_rows[:, part.kept] = self._compare(part, final.flatten(0, 1)[part.places])
+            of_rows = torch.full((2, *part.mask.shape), torch.nan, device=part.hidden.device)
+            of_rows[:, part.mask] = self._compare(part, final.flatten(0, 1)[part.places])
             chances.append(of_rows[0].flatten())
             alphas.append(of_rows[1].flatten())
         return torch.stack(chances, 1), torch.stack(alphas, 1)
 
     def _compare(self, part: PassRows, final: Tensor) -> Tensor:
         """Return [2, R] of the rows of a pass."""
-        weight, found = self.module.network.head_weight, [part.hidden.new_empty(2, 0)]
+        weight, columns = self.module.network.head_weight, [part.hidden.new_empty(2, 0)]
         for some in torch.arange(len(final), device=final.device).split(max(1, EVALUATED_LOGITS // len(weight))):
-            said = self.module.network.logits(part.hidden[some].to(weight.dtype)).float()
-            q = (said if self.hot is None else masked(said, self.hot)).softmax(-1)
+            logits = self.module.network.logits(part.hidden[some].to(weight.dtype)).float()
+            q = (logits if self.hot is None else masked(logits, self.hot)).softmax(-1)
             p = self.target.logits(final[some]).float().softmax(-1)
             at = part.targets[some, None]
             ratio = (q.gather(1, at) / p.gather(1, at)).clamp_max(1.0)[:, 0]
-            found.append(torch.stack((ratio, torch.minimum(p, q).sum(-1))))
-        return torch.cat(found, 1)
+            columns.append(torch.stack((ratio, torch.minimum(p, q).sum(-1))))
+        return torch.cat(columns, 1)
 
     def export(self, folder: Path) -> dict[str, Any]:
         """Write what users load."""
@@ -227,8 +227,8 @@ def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
     check_rotary("training spire", whole, folder.name, "train a draft_model for this target")
     layers = options.layers or max(1, round(whole.num_layers / 4))
     if layers >= whole.num_layers:
-        asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
-        raise ConfigError(asked, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
+        subject = f"layers={options.layers}" if options.layers else "a quarter of its layers"
+        raise ConfigError(subject, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
     shape = SpireShape(
         layers=layers,
         window=options.window,

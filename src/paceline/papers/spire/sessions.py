@@ -1,4 +1,4 @@
-"""Draft sessions of SPIRe's draft: memory of each text in its ring, and of nodes that are not decided on beside it.
+"""Draft sessions of SPIRe's draft: memory of each text in its ring, and of nodes that are not decided on next to it.
 
     slots of a text    sinks | window, and the root | one for each node
     a row sees         memory of earlier tokens of the text, of the root, and of its ancestors; never its own
@@ -46,9 +46,9 @@ class RingSession(Session):
     seen: int = -1
     sunk: int = 0
 
-    def uncomputed(self, wanted: abc.Iterable[int]) -> list[int]:
+    def uncomputed(self, ends: abc.Iterable[int]) -> list[int]:
         """Return the nodes to run for the logits of the wanted ones, parents first."""
-        rows = {n for end in wanted for n in (ROOT, *self.path(end)) if n == end or n not in self.states}
+        rows = {n for end in ends for n in (ROOT, *self.path(end)) if n == end or n not in self.states}
         return sorted(rows)
 
 
@@ -81,7 +81,7 @@ class SpireSessions(ObservingSessions):
     def _begin(self, view: Sequence) -> RingSession:
         ring, *more = (self.ring.open() for _ in range(1 + self._more))
         slots = [slot for other in more for slot in range(other * self.ring.size, (other + 1) * self.ring.size)]
-        return RingSession(view=view, known=len(view.tokens), ring=ring, more=more, slots=slots)
+        return RingSession(view=view, text_length=len(view.tokens), ring=ring, more=more, slots=slots)
 
     def _free(self, session: RingSession) -> None:
         for ring in (session.ring, *session.more):
@@ -116,7 +116,7 @@ class SpireSessions(ObservingSessions):
         session: RingSession = self._open.get(view.key) or self.follow(view)
         if session.seen != first:  # a gap
             session.start, session.sunk = begin, 0
-        if begin > first:  # what lies before the window is not written
+        if begin > first:  # rows before the window are not written
             session.start = begin
         if first <= session.sunk < sinks:
             session.sunk = min(sinks, stop)
@@ -149,11 +149,11 @@ class SpireSessions(ObservingSessions):
 
     def _prepare(self, session: RingSession, nodes: abc.Sequence[int]) -> Expansion | None:
         room = self.network.decoder.config.max_position - len(session.view.tokens)
-        wanted = [node for node in nodes if session.depth(node) <= room]
-        computed = session.uncomputed(wanted)
+        expandable = [node for node in nodes if session.depth(node) <= room]
+        computed = session.uncomputed(expandable)
         fits = len({*computed, *session.states} - {ROOT}) < len(session.slots)  # the root may hold a node's slot
-        able = wanted and fits and self._asked(session) and self.ready(session.view)
-        return Expansion(session, wanted, computed) if able else None
+        able = expandable and fits and self._asked(session) and self.ready(session.view)
+        return Expansion(session, expandable, computed) if able else None
 
     def _compute(self, parts: abc.Sequence[Expansion]) -> Tensor:
         """Run a pass for each level of nodes without memory."""
@@ -172,7 +172,7 @@ class SpireSessions(ObservingSessions):
                 logits[session.view.key, node] = row
             self.network.write(self.ring, [*memory], range(len(level)), places, slots)
             unfinished = [pair for pair in unfinished if pair not in level]
-        return torch.stack([logits[one.session.view.key, node] for one in parts for node in one.wanted])
+        return torch.stack([logits[one.session.view.key, node] for one in parts for node in one.parents])
 
     def _slot(self, session: RingSession, node: int) -> int:
         """Return the slot that a node's memory has or gets."""

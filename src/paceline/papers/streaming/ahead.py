@@ -1,4 +1,4 @@
-"""What is predicted several tokens ahead, from one row: the tokens wanted, and counts of what was found."""
+"""Predictions several tokens ahead from one row: aims, and counts of hits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Aims:
 
     tokens: Tensor  # [R, gamma] y_{t+1+j}; 0 where there is none
     exists: Tensor  # [R, gamma] bool
-    main: Tensor  # [R, gamma] flat main row t + j, which says p(y_{t+1+j}); the carrier itself where there is none
+    main: Tensor  # [R, gamma] flat main row t + j, which predicts p(y_{t+1+j}); the carrier itself where there is none
     following: Tensor  # [R] y_{t+1}
     counts: Tensor  # [gamma] rows of the whole batch that have a target: the denominators
     rows: int  # carriers of the whole batch
@@ -76,14 +76,14 @@ class Tally:
 
     def figures(self) -> dict[str, float]:
         """Names hold ``{}`` where the domain goes."""
-        made = {}
+        figures = {}
         if self.main_weight:
-            made["loss/{}/main"] = self.main_loss / self.main_weight
+            figures["loss/{}/main"] = self.main_loss / self.main_weight
         if self.carriers:
-            made["accepted/{}"] = self.runs[0] / self.carriers
-            made[f"accepted_top{TOP}/{{}}"] = self.runs[1] / self.carriers
+            figures["accepted/{}"] = self.runs[0] / self.carriers
+            figures[f"accepted_top{TOP}/{{}}"] = self.runs[1] / self.carriers
         for j in range(self.gamma):
             if self.found[j]:
-                made[f"agreement/{{}}/{j + 1}"] = float(self.hits[0, j] / self.found[j])
-                made[f"loss/{{}}/stream_{j + 1}"] = float(self.losses[j] / self.found[j])
-        return made
+                figures[f"agreement/{{}}/{j + 1}"] = float(self.hits[0, j] / self.found[j])
+                figures[f"loss/{{}}/stream_{j + 1}"] = float(self.losses[j] / self.found[j])
+        return figures

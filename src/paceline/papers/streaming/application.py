@@ -16,22 +16,22 @@ from ...weights.files import check_target
 from .model import CONFIG_FILE, WEIGHTS_FILE, StreamSet, read_config
 
 
-def load(name: str, folder: Path, decoder: Decoder, target: str, known: str) -> Application:
-    """Load a set for a target whose checkpoint has the fingerprint ``known``; errors as of `load_applications`."""
-    asked = f"application {name!r} ({folder})"
+def load(name: str, folder: Path, decoder: Decoder, target: str, mark: str) -> Application:
+    """Load a set for a target whose checkpoint has the fingerprint ``mark``; errors as of `load_applications`."""
+    what = f"application {name!r} ({folder})"
     config = read_config(folder)
     if config.mode != "shared":
         raise ConfigError(
-            asked,
+            what,
             "the set was trained in lossless mode: it drafts for the base model and does not change its answers",
             f"draft with it: drafter='streams:{folder}', or train it with mode='shared'",
         )
-    check_target(asked, config, target, decoder.config, known)
-    made, digest = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device), hashlib.sha256()
+    check_target(what, config, target, decoder.config, mark)
+    streams, digest = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device), hashlib.sha256()
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         content = (folder / file).read_bytes()
         digest.update(len(content).to_bytes(8, "little") + content)
-    return make_application(name, made, decoder, digest.hexdigest())
+    return make_application(name, streams, decoder, digest.hexdigest())
 
 
 def make_application(name: str, trained: StreamSet, decoder: Decoder, identity: str) -> Application:
@@ -44,10 +44,10 @@ def make_application(name: str, trained: StreamSet, decoder: Decoder, identity: 
     if adapter is not None:
         shapes = linear_shapes(decoder.config)
         for layer, linear, down, up in adapter.pairs():
-            if (found := (down.shape[1], up.shape[0])) != shapes[linear]:
+            if (sizes := (down.shape[1], up.shape[0])) != shapes[linear]:
                 raise CapabilityError(
                     f"application {name!r}",
-                    f"the adapter of layer {layer}, {linear} is for {found[0]} inputs and {found[1]} outputs, "
+                    f"the adapter of layer {layer}, {linear} is for {sizes[0]} inputs and {sizes[1]} outputs, "
                     f"the target has {shapes[linear][0]} and {shapes[linear][1]}",
                     "use a set that was trained for this target",
                 )

@@ -1,6 +1,6 @@
 """Choose which nodes carry streams in a fused pass of one compiled call, by what rows cost on this machine.
 
-What comes out is what `reading.read_streams` and the parts of the pass give, which remain the reference. Of the
+The result is what `reading.read_streams` and the parts of the pass give, which remain the reference. Of the
 streams' logits come the few that drafts need; scores of a sampled draft's tokens can differ in their last bits.
 
 Of a tree those nodes carry streams in the pass that are likely to be the last accepted ones (`_choose_stream_nodes`).
@@ -26,7 +26,7 @@ from ...kv.pool import KVPool
 from ...model.decoder import Decoder
 from .model import StreamSet
 from .native import StreamCarrier, StreamRun, decide_streams
-from .pass_rows import Carriers
+from .pass_rows import StreamAnchors
 from .reading import most_accepted
 
 PRICED_ROWS = 1, TILE_ROWS  # main rows of the passes by which `stream_prices` measures
@@ -43,13 +43,13 @@ def stream_prices(decoder: Decoder, streams: StreamSet) -> tuple[float, float]:
     """
     stack = decoder.stack
     assert stack is not None, "layers that are not compiled have no such pass"
-    known = _PRICES.setdefault(stack, WeakKeyDictionary())
-    if streams not in known:
+    prices = _PRICES.setdefault(stack, WeakKeyDictionary())
+    if streams not in prices:
         few, many = [max(0, streams.config.gamma - (-rows % stack.free_rows)) for rows in PRICED_ROWS]  # not free
         low, high = [min(1.0, max(0.0, cost)) for cost in _stream_costs(decoder, streams)]
         each = max(0.0, high - low) / max(1, many - few)
-        known[streams] = max(0.0, low - each * few), each
-    return known[streams]
+        prices[streams] = max(0.0, low - each * few), each
+    return prices[streams]
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ def _stream_costs(decoder: Decoder, streams: StreamSet) -> list[float]:
 
 
 def stream_run(
-    p: Pass, carriers: Sequence[Carriers], everywhere: bool, k: int, noisy: bool, pool: KVPool, target: Decoder
+    p: Pass, carriers: Sequence[StreamAnchors], everywhere: bool, k: int, noisy: bool, pool: KVPool, target: Decoder
 ) -> StreamRun:
     """Return the streams of a pass as the compiled layers see them.
 
@@ -135,10 +135,10 @@ def _choose_stream_nodes(
         first, each: what the first row costs, and each beyond the free ones; see `stream_prices`.
     """
     order = sorted(range(len(chances)), key=lambda n: (-chances[n], n))[: room // streams]
-    best, saved, kept = 0.0, -first, 0
+    best, saved, count_best = 0.0, -first, 0
     for count, node in enumerate(order, start=1):
         beyond = min(streams, max(0, count * streams - free))
         saved += chances[node] - each * beyond
         if saved > best:
-            best, kept = saved, count
-    return sorted(order[:kept])
+            best, count_best = saved, count
+    return sorted(order[:count_best])

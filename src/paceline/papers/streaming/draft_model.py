@@ -39,19 +39,19 @@ class StreamingDraftConfig(DraftModelConfig):
         """Load the model next to the target, and its streams."""
         loaded = self.load(context)
         folder = Path(self.streams) if context.find is None else Path(context.find(self.streams))
-        asked = f"drafter={self.kind}:{self.model} with streams={self.streams}"
+        subject = f"drafter={self.kind}:{self.model} with streams={self.streams}"
         if loaded.decoder.config.tracks > 1:
-            raise CapabilityError(asked, "it is a draft of tracks, whose layers run whole", "use draft_model")
+            raise CapabilityError(subject, "it is a draft of tracks, whose layers run whole", "use draft_model")
         shape = read_config(folder)
         if shape.mode != "lossless":
             wrong = "the set was trained in shared mode, which changes what the model says"
-            raise ConfigError(asked, wrong, "use another")
+            raise ConfigError(subject, wrong, "use another")
         mark = fingerprint(loaded.folder) if shape.fingerprint and loaded.folder is not None else None
-        check_target(asked, shape, loaded.name, loaded.decoder.info(loaded.name), mark)
-        found = StreamSet.load(folder, dtype=loaded.decoder.dtype, device=loaded.decoder.device)
-        if found.adapters is not None:
-            found.adapters.prepare()
-        return StreamingDraft(self, loaded, found)
+        check_target(subject, shape, loaded.name, loaded.decoder.info(loaded.name), mark)
+        stream_set = StreamSet.load(folder, dtype=loaded.decoder.dtype, device=loaded.decoder.device)
+        if stream_set.adapters is not None:
+            stream_set.adapters.prepare()
+        return StreamingDraft(self, loaded, stream_set)
 
 
 class StreamingDraft(DraftModel):

@@ -1,10 +1,10 @@
 """Draft sessions of a draft model with streams of its own: several tokens of a chain in one pass of it.
 
     pass j      tip - g1 - g2          g: what the streams of the last pass guessed after the tip
-    it says     t1    t2   t3          t1 = g1 and t2 = g2: the chain is three tokens longer, in one pass for three
+    predicts     t1    t2   t3          t1 = g1 and t2 = g2: the chain is three tokens longer, in one pass for three
     streams     of the last node that was right, of which the next pass's guesses are made
 
-The draft model decides: a guess stays where it is what the model itself says there, so that a chain is, token for
+The draft model decides: a guess stays where the model itself emits it, so that a chain is, token for
 token, the one that it drafts without streams, in fewer internal steps. Nothing changes for the target.
 
 Source: Mirror Speculative Decoding, section 3.2 and appendix D.2; Speculative Streaming, sections 2.1 and 2.2.
@@ -42,7 +42,7 @@ class _Chain:
     most: int  # tokens wanted below the tip
     guesses: list[int] = field(default_factory=list)  # nodes
     head: int = ROOT  # the last node whose own pass is of use: its streams guess on
-    found: int = 0  # tokens
+    drafted: int = 0  # tokens
 
 
 @dataclass(slots=True)
@@ -71,22 +71,22 @@ class StreamingSessions(ModelSessions):
         self._guessed: dict[int, dict[int, list[int]]] = {}  # by sequence, by node: tokens that may follow it
 
     def close(self, key: int) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._guessed.pop(key, None)
         super().close(key)
 
     def reroot(self, key: int, node: int) -> None:
-        """See `DraftSessions`. What was guessed below nodes that stay is of use still."""
+        """Implement `DraftSessions`. Guesses below nodes that stay remain of use."""
         super().reroot(key, node)
         stay = self._open[key].nodes
         guessed = self._guessed.pop(key, {})
-        kept = {number: tokens for number, tokens in guessed.items() if number in stay}
+        remaining = {number: tokens for number, tokens in guessed.items() if number in stay}
         if node in guessed:
-            kept[ROOT] = guessed[node]
-        self._guessed[key] = kept
+            remaining[ROOT] = guessed[node]
+        self._guessed[key] = remaining
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
-        """See `DraftSessions`."""
+        """Implement `DraftSessions`."""
         self._guessed.pop(key, None)
         super().commit(key, tokens)
 
@@ -100,15 +100,15 @@ class StreamingSessions(ModelSessions):
         logits = self._logits(state.hidden, rows)
         carriers: list[_Carrier] = []
         begin, longest = 0, 0
-        for one, own in zip(ready, chains, strict=True):
-            said = logits[begin : begin + len(one.wanted)]
+        for one, own_chains in zip(ready, chains, strict=True):
+            scores = logits[begin : begin + len(one.parents)]
             self._entered(one.session, one.computed)
-            if own:
-                carriers += self._walk(one, own, said, begin)
-                longest = max(longest, *(chain.found for chain in own))
+            if own_chains:
+                carriers += self._walk(one, own_chains, scores, begin)
+                longest = max(longest, *(chain.drafted for chain in own_chains))
             else:
-                self._add_children(one.session, one.wanted, said, one.ask.width, one.grown)
-            begin += len(one.wanted)
+                self._add_children(one.session, one.parents, scores, one.ask.width, one.grown)
+            begin += len(one.parents)
         if longest:
             self.passes, self.tokens = self.passes + 1, self.tokens + longest
         room = min(MAX_CARRIERS, self.pool.scratch_slots // self.gamma)
@@ -121,8 +121,8 @@ class StreamingSessions(ModelSessions):
         """Add the guesses below the nodes to expand to what is computed; no chains where children are several."""
         if one.ask.width > 1:
             return []
-        session, most = one.session, one.ask.room(one.grown.given)
-        chains = [_Chain(node, max(1, most.get(node, 1)), head=node) for node in one.wanted]
+        session, most = one.session, one.ask.room(one.grown.added)
+        chains = [_Chain(node, max(1, most.get(node, 1)), head=node) for node in one.parents]
         guessed = self._guessed.setdefault(session.view.key, {})
         new: list[int] = []
         for chain in chains:
@@ -143,11 +143,11 @@ class StreamingSessions(ModelSessions):
             session.cache.reserve(session.pending + len(one.computed))
             new = []
         one.computed += new
-        one.wanted += new
+        one.parents += new
         return chains
 
     def _walk(self, one: Expansion, chains: Sequence[_Chain], logits: Tensor, first: int) -> list[_Carrier]:
-        """Append to each chain what the model says, along the guesses that it confirms.
+        """Append to each chain what the model emits, along the guesses that it confirms.
 
         Args:
             one: the sequence's part of the pass.
@@ -159,8 +159,8 @@ class StreamingSessions(ModelSessions):
             The nodes to guess on from.
         """
         session, carriers = one.session, list[_Carrier]()
-        place = {node: row for row, node in enumerate(one.wanted)}
-        scores = self._scores(session, one.wanted, logits, 1)
+        place = {node: row for row, node in enumerate(one.parents)}
+        scores = self._scores(session, one.parents, logits, 1)
         if scores is None:
             for chain in chains:
                 self._remove(session, chain.guesses)
@@ -168,22 +168,22 @@ class StreamingSessions(ModelSessions):
         best = scores.log_softmax(dim=-1).max(dim=-1)
         values, tokens = best.values.tolist(), best.indices.tolist()
         for chain in chains:
-            parent, left = chain.tip, [*chain.guesses]
+            parent, guesses = chain.tip, [*chain.guesses]
             while values[place[parent]] > float("-inf"):
                 value, token = values[place[parent]], tokens[place[parent]]
-                right = bool(left) and session.nodes[left[0]].token == token
+                right = bool(guesses) and session.nodes[guesses[0]].token == token
                 above = 0.0 if parent == ROOT else session.nodes[parent].score
-                if left and not right:
-                    self._remove(session, left)
-                    left = []
-                node = left.pop(0) if right else session.add(parent, token, above + value)
+                if guesses and not right:
+                    self._remove(session, guesses)
+                    guesses = []
+                node = guesses.pop(0) if right else session.add(parent, token, above + value)
                 session.nodes[node].score = above + value
                 one.grown.add(parent, node, token, value, self.source)
-                chain.found, chain.head, parent = chain.found + 1, parent, node
-                if not right or chain.found == chain.most:
+                chain.drafted, chain.head, parent = chain.drafted + 1, parent, node
+                if not right or chain.drafted == chain.most:
                     break
-            self._remove(session, left)
-            if chain.found and chain.most - chain.found > 1 and parent not in place:
+            self._remove(session, guesses)
+            if chain.drafted and chain.most - chain.drafted > 1 and parent not in place:
                 carriers.append(_Carrier(session, chain.head, parent, first + place[chain.head]))
         return carriers
 
@@ -213,10 +213,10 @@ class StreamingSessions(ModelSessions):
         segments: list[Segment] = []
         places: list[int] = []
         for _, group in groupby(able, key=lambda carrier: id(carrier.session)):
-            own, first = [*group], len(places)
-            root = len(own[0].session.view.tokens) - 1
-            where = [root + c.session.depth(c.node) + j for c in own for j in range(1, gamma + 1)]
-            segments.append(self._segment(own, first, slots[first : first + len(where)], where))
+            carriers_here, first = [*group], len(places)
+            root = len(carriers_here[0].session.view.tokens) - 1
+            where = [root + c.session.depth(c.node) + j for c in carriers_here for j in range(1, gamma + 1)]
+            segments.append(self._segment(carriers_here, first, slots[first : first + len(where)], where))
             places += where
         positions = torch.tensor(places, device=device)
         begun = self.streams.begin(inner[torch.tensor([c.state for c in able], device=device)]).flatten(0, 1)
@@ -226,19 +226,19 @@ class StreamingSessions(ModelSessions):
         hidden = self.decoder.run_layers(state, insertion, self.decoder.num_layers, self.pool).hidden
         self._keep_guesses(able, self._logits(hidden, [*range(len(places))]))
 
-    def _segment(self, own: Sequence[_Carrier], first: int, slots: Tensor, where: Sequence[int]) -> Segment:
+    def _segment(self, carriers: Sequence[_Carrier], first: int, slots: Tensor, where: Sequence[int]) -> Segment:
         """Return the streams of one sequence's nodes.
 
         Each sees its text, its node's path, and the node's streams up to it.
         """
-        session, gamma, device = own[0].session, self.gamma, self.decoder.device
+        session, gamma, device = carriers[0].session, self.gamma, self.decoder.device
         cache = session.cache
         base, ahead = cache.committed, cache.ahead
-        seen = torch.zeros(len(own), ahead, dtype=torch.bool)
-        for row, carrier in enumerate(own):
+        seen = torch.zeros(len(carriers), ahead, dtype=torch.bool)
+        for row, carrier in enumerate(carriers):
             seen[row, [session.nodes[node].row for node in session.path(carrier.node)]] = True
-        owner = torch.arange(len(own)).repeat_interleave(gamma)
-        number = torch.arange(gamma).repeat(len(own))
+        owner = torch.arange(len(carriers)).repeat_interleave(gamma)
+        number = torch.arange(gamma).repeat(len(carriers))
         visible = torch.cat((seen.repeat_interleave(gamma, 0), stream_sees(owner, number, owner, number)), 1)
         before = [0] * ahead  # positions of the rows that are there
         for node in session.nodes.values():
@@ -256,13 +256,13 @@ class StreamingSessions(ModelSessions):
             carriers: whose streams they are.
             logits: [carriers * gamma, V].
         """
-        for carrier, said in zip(carriers, logits.split(self.gamma), strict=True):
+        for carrier, stream_scores in zip(carriers, logits.split(self.gamma), strict=True):
             session, sampler = carrier.session, carrier.session.view.sampler
             path = session.tokens(carrier.child)
             first = len(session.view.tokens) + len(path)
             try:
                 ahead = range(first, first + self.gamma)
-                scores = sampler.ranked(said, [path] * self.gamma, ahead, self._coupled)
+                scores = sampler.ranked(stream_scores, [path] * self.gamma, ahead, self._coupled)
             except Exception:
                 if sampler.fault is None:
                     raise

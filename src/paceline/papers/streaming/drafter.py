@@ -87,12 +87,12 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
 
     @property
     def prunes(self) -> bool:
-        """Whether trees are pruned in mid-pass."""
+        """Return whether trees are pruned in mid-pass."""
         return self.prune_threshold is not None or self.prune_count is not None
 
     @property
     def is_chain(self) -> bool:
-        """Whether drafts never branch."""
+        """Return whether drafts never branch."""
         return self.chain or self.k == 1 or self.proposes == "sampled"
 
     @property
@@ -132,8 +132,8 @@ class StreamsDrafter(Drafter):
     def __init__(self, config: StreamsConfig, streams: StreamSet | None = None, applied: int = 0) -> None:
         self.config = config
         self.streams = None if streams is None else _fitted(config, streams)
-        own = 0 if self.streams is None else self.streams.config.gamma
-        self.gamma = own or config.gamma or applied or USUAL_GAMMA
+        trained_gamma = 0 if self.streams is None else self.streams.config.gamma
+        self.gamma = trained_gamma or config.gamma or applied or USUAL_GAMMA
         self._resampling = Resampling(config, config.num_nodes(self.gamma), self.gamma)
         self.spec = DrafterSpec(
             name=config.kind,
@@ -145,7 +145,7 @@ class StreamsDrafter(Drafter):
             in_pass=True,
         )
         self._stream_scores: dict[int, LevelScores] = {}  # by sequence, of its last accepted node
-        self._expected: dict[int, bool] = {}  # by sequence: whether it is asked in the next step, where that is known
+        self._expected: dict[int, bool] = {}  # by sequence: whether it is called in the next step, where that is known
 
     # -- the contract
 
@@ -165,26 +165,26 @@ class StreamsDrafter(Drafter):
         """Return the general set, for every sequence without streams of its own; None: its rows carry none."""
         return self.streams if self._expected.get(sequence.key, True) else None
 
-    def expect(self, asked: abc.Mapping[int, bool]) -> None:
-        """See `Drafter`: rows carry streams where they are asked for in the next step."""
-        self._expected |= asked
+    def expect(self, requested: abc.Mapping[int, bool]) -> None:
+        """Implement `Drafter`: rows carry streams where they are requested in the next step."""
+        self._expected |= requested
 
     def idle_reason(self, view: Sequence) -> str | None:
-        """See `Drafter`."""
-        own = view.application
-        if self.streams is None and (own is None or own.beside is None):
-            who = "the base model" if own is None else f"application {own.name!r}"
+        """Implement `Drafter`."""
+        application = view.application
+        if self.streams is None and (application is None or application.beside is None):
+            who = "the base model" if application is None else f"application {application.name!r}"
             return f"drafter {self.spec.name!r} has only the streams of applications, and {who} has none"
         return None
 
     def scratch_slots(self, rows: int, sequences: int) -> int:
-        """See `Drafter`."""
-        own = 0 if self.streams is None else self.streams.config.gamma
+        """Implement `Drafter`."""
+        gamma = 0 if self.streams is None else self.streams.config.gamma
         if self.config.at == "nodes":
-            return own * rows
+            return gamma * rows
         # On the frontier one row a sequence has streams, in a pass of their own: it overwrites what the first one left.
         # A few likely ones may go with the first pass already.
-        return max(own * min(sequences, rows), min(STREAM_ROWS, own * rows))
+        return max(gamma * min(sequences, rows), min(STREAM_ROWS, gamma * rows))
 
     def observe(self, step: StepFeatures) -> None:
         """Keep the streams' distributions, in place of the earlier ones."""
@@ -207,10 +207,10 @@ class StreamsDrafter(Drafter):
         if self.config.proposes == "sampled":
             return [self._drawn(view, depth) for view, depth in zip(want.sequences, depths, strict=True)]
         batch = sum(depth > 0 for depth in depths) >= self.config.best_path_batch
-        left = [self._resampling.take(*row) for row in want.rows()]
+        leftovers = [self._resampling.take(*row) for row in want.rows()]
         if batch:  # the best path alone
-            left = [None] * len(left)
-        return self._merged(want, depths, left, 1 if batch or self.config.is_chain else self.config.k)
+            leftovers = [None] * len(leftovers)
+        return self._merged(want, depths, leftovers, 1 if batch or self.config.is_chain else self.config.k)
 
     # -- the tree
 
@@ -218,23 +218,23 @@ class StreamsDrafter(Drafter):
         return budget if self.config.nodes is None else min(budget, self.config.nodes)
 
     def _depth(self, sequence: Sequence, budget: int, max_depth: int) -> int:
-        """Of how many streams a draft can be made; 0: there are none."""
+        """Return how many streams a draft can be made of; 0: there are none."""
         heard = self._stream_scores.get(sequence.key)
         if heard is None:
             return 0
         return min(max_depth, self._cap(budget), self.config.gamma or max_depth, count(heard))
 
     def _merged(
-        self, want: DraftRequest, depths: abc.Sequence[int], left: abc.Sequence[LevelScores | None], children: int
+        self, want: DraftRequest, depths: abc.Sequence[int], leftovers: abc.Sequence[LevelScores | None], children: int
     ) -> list[Proposal]:
-        """For each sequence the tree of what its streams say now, and that of what was left over below it."""
+        """For each sequence the tree of what its streams predict now, and that of what was left over below it."""
         fresh: list[tuple[Sequence, LevelScores | None, int]] = []
         again: list[tuple[Sequence, LevelScores | None, int]] = []
-        for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, left, strict=True):
+        for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, leftovers, strict=True):
             on = self._resampling.on  # fresh and re-sampled nodes of the sequence
-            own, room = self._resampling.share(budget, rest is not None) if on else (self._cap(budget), 0)
+            nodes, room = self._resampling.share(budget, rest is not None) if on else (self._cap(budget), 0)
             heard = self._hear(view) if depth > 0 and self._resampling.fresh(rest) else None
-            fresh.append((view, None if heard is None else cut(heard, 0, depth), own))
+            fresh.append((view, None if heard is None else cut(heard, 0, depth), nodes))
             again.append((view, rest, room))
         rules = children, self.config.proposes == "coupled", want.floor / SLACK
         return [*map(merge, product_trees(fresh, *rules), product_trees(again, *rules))]
@@ -265,7 +265,7 @@ def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
     if streams.config.mode != "lossless":
         wrong = "the set was trained in shared mode: its adapters change the target's own answers"
         remedy = "load it as an application, and let requests name it: LLM(..., applications={'name': FOLDER})"
-        raise ConfigError(config.asked, wrong, remedy)
+        raise ConfigError(config.label, wrong, remedy)
     if config.prunes:
         check_exit(f"pruning with the streams of {config.path or 'this set'}", streams)
     if config.gamma is None or config.gamma == trained:

@@ -1,6 +1,6 @@
 """Speculative streams of a decoder: their trained parameters, the file format, and the initial states.
 
-A row of the target that carries streams has gamma of them beside it in the top layers; stream j predicts the token j
+A row of the target that carries streams has gamma of them next to it in the top layers; stream j predicts the token j
 places after the row's own next one. `StreamSet` holds all that a trained set adds to the base model.
 
 Source: Speculative Streaming, section 2 and appendix G.1.
@@ -25,7 +25,7 @@ from ...model.linear import nan_parameter
 from ...weights.trained_files import TrainedConfig, TrainedFiles
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
-UNUSED: dict[str, Any] = {"start_rank": 0, "exits": [], "value_rotation": None}  # what files said of variants that left
+UNUSED: dict[str, Any] = {"start_rank": 0, "exits": [], "value_rotation": None}  # keys of variants that were removed
 EMBEDDING_DEVIATION = 0.02
 STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
 MAX_STREAMS, MAX_WIDTH = 1024, 2**20  # of gamma; of d_model and an adapter's rank
@@ -122,14 +122,14 @@ class StreamSet(nn.Module):
     @torch.no_grad()
     def fresh(config: StreamConfig, shapes: Shapes, generator: torch.Generator | None = None) -> StreamSet:
         """Return a set to be trained, in float32: maps and adapters change nothing yet, P ~ N(0, 0.02^2)."""
-        made = StreamSet(config, shapes)
-        if made.embeddings is not None:
-            fill_normal(made.embeddings, EMBEDDING_DEVIATION, generator)
-        if made.prune_map is not None:
-            made.prune_map.start(generator)
-        if made.adapters is not None:
-            made.adapters.start(generator)
-        return made
+        streams = StreamSet(config, shapes)
+        if streams.embeddings is not None:
+            fill_normal(streams.embeddings, EMBEDDING_DEVIATION, generator)
+        if streams.prune_map is not None:
+            streams.prune_map.start(generator)
+        if streams.adapters is not None:
+            streams.adapters.start(generator)
+        return streams
 
     def begin(self, hidden: Tensor, gamma: int | None = None) -> Tensor:
         """Return the streams of main rows, just before layer N - Ns: M_t + P_j.
@@ -148,14 +148,14 @@ class StreamSet(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters under their names in the file."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if self.embeddings is not None:
-            found["embeddings"] = self.embeddings
+            tensors["embeddings"] = self.embeddings
         if self.prune_map is not None:
-            found["prune.down"], found["prune.up"] = self.prune_map.down, self.prune_map.up
+            tensors["prune.down"], tensors["prune.up"] = self.prune_map.down, self.prune_map.up
         if self.adapters is not None:
-            found |= {f"adapters.{name}": value for name, value in self.adapters.tensors().items()}
-        return found
+            tensors |= {f"adapters.{name}": value for name, value in self.adapters.tensors().items()}
+        return tensors
 
     def parameters_by_part(self) -> dict[str, int]:
         """Count the parameters of each part: embeddings gamma*d, prune 2*r*d, adapters."""
@@ -182,17 +182,17 @@ class StreamSet(nn.Module):
         place = Path(folder)
         config, values = read_config(place), FILES.tensors(place)
         kind = dtype or next((v.dtype for v in values.values()), torch.float32)
-        made = StreamSet(config, _shapes(values), dtype=kind, device="meta")
-        return FILES.fill(made, values, place / WEIGHTS_FILE, device)
+        streams = StreamSet(config, _shapes(values), dtype=kind, device="meta")
+        return FILES.fill(streams, values, place / WEIGHTS_FILE, device)
 
     def first(self, gamma: int) -> StreamSet:
         """Return the same set with its first ``gamma`` streams alone; the other parts are shared with this one."""
-        made = object.__new__(StreamSet)
-        nn.Module.__init__(made)
-        made.config = replace(self.config, gamma=gamma)
-        made.prune_map, made.adapters = self.prune_map, self.adapters
-        made.embeddings = None if self.embeddings is None else nn.Parameter(self.embeddings.data[:gamma])
-        return made
+        part = object.__new__(StreamSet)
+        nn.Module.__init__(part)
+        part.config = replace(self.config, gamma=gamma)
+        part.prune_map, part.adapters = self.prune_map, self.adapters
+        part.embeddings = None if self.embeddings is None else nn.Parameter(self.embeddings.data[:gamma])
+        return part
 
 
 FILES = TrainedFiles(
@@ -211,19 +211,19 @@ def read_config(folder: str | Path) -> StreamConfig:
     for name, unset in UNUSED.items():  # of a set that 0.2.0 wrote
         if entries.get(name, unset) == unset:
             entries.pop(name, None)
-    return FILES.made(StreamConfig, entries, place / CONFIG_FILE, {"adapter": _adapter})
+    return FILES.build_config(StreamConfig, entries, place / CONFIG_FILE, {"adapter": _adapter})
 
 
 def _adapter(values: Any) -> AdapterConfig | None:
     if values is None:
         return None
-    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
-    made = AdapterConfig(**given)
-    check(made, "adapters with ")
-    return made
+    options: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+    config = AdapterConfig(**options)
+    check(config, "adapters with ")
+    return config
 
 
-def check_exit(asked: str, streams: StreamSet) -> None:
+def check_exit(subject: str, streams: StreamSet) -> None:
     """Refuse to prune with a set that has no early exit.
 
     Raises:
@@ -231,16 +231,16 @@ def check_exit(asked: str, streams: StreamSet) -> None:
     """
     if streams.prune_map is None:
         wrong = "the set has no early exit: it was trained with prune_rank=0"
-        raise CapabilityError(asked, wrong, "leave pruning out, or train the set with prune_rank=8")
+        raise CapabilityError(subject, wrong, "leave pruning out, or train the set with prune_rank=8")
 
 
 def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     """Return (inputs, outputs) of each linear, from its first pair in the file."""
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for name, down in values.items():
         parts = name.split(".")
         up = values.get(f"{name.removesuffix('down')}up")
         paired = up is not None and up.dim() == down.dim() == 2
         if len(parts) == 4 and parts[0] == "adapters" and parts[3] == "down" and up is not None and paired:
-            found.setdefault(parts[2], (down.shape[-1], up.shape[0]))
-    return found
+            shapes.setdefault(parts[2], (down.shape[-1], up.shape[0]))
+    return shapes

@@ -28,7 +28,7 @@ from .model import StreamSet
 
 @dataclass(frozen=True, slots=True)
 class StreamPass:
-    """What all layers of a pass of streams share."""
+    """Describe what all layers of a pass of streams share."""
 
     network: Network
     trained: StreamSet
@@ -60,7 +60,8 @@ class StreamPass:
         if q_main is not None:
             q = torch.cat((q_main[:, None], q), 1)
         attended = group_attention(q, (k, v), (own_k, own_v), self.carriers, steps, net.config.windows[index])
-        # A linear layer multiplies rows one matrix a carrier where they lie apart, so they are brought together first.
+        # A linear layer multiplies rows one matrix a carrier where they lie separately, so they are brought together
+        # first.
         rows = attended[:, extra:].contiguous()
         return net.finish_layer(index, hidden, rows, self.delta), attended[:, :extra].flatten(1)
 
@@ -76,7 +77,7 @@ def stream_pass(network: Network, trained: StreamSet, carriers: CarrierRows) -> 
 
 @dataclass(frozen=True, slots=True)
 class MainPass:
-    """What the streams read from the main rows."""
+    """Describe what the streams read from the main rows."""
 
     states: tuple[Tensor, ...]  # [B * T, d] M after layer N - Ns - 1 and after each MSA layer, before the final norm
     final: Tensor  # [B * T, d] after the final norm
@@ -87,9 +88,9 @@ class MainPass:
 def main_pass(network: Network, batch: TokenBatch, insertion: int) -> MainPass:
     """Run the main rows of the frozen base model; ``insertion`` is N - Ns."""
     hidden, _ = network.run(network.embed(batch.tokens), 0, insertion, batch)
-    kept: list[Projected] = []
-    final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
-    keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in kept)
+    projected: list[Projected] = []
+    final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=projected)
+    keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in projected)
     states = tuple(x.flatten(0, 1) for x in (*inputs, final))
     return MainPass(states, network.final(final).flatten(0, 1), keys)
 
@@ -155,11 +156,11 @@ def shared_pass(
         q, k, v = network.qkv(index, hidden, rotation, delta)
         attended = attend(q, k, v, masks[index]).flatten(0, 1)  # [B * T, H * D]
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        for run, own in zip(passes, held, strict=True):
-            inputs = (index, own[-1], flat[1], flat[2], flat[0][run.carriers.index])
+        for run, states_held in zip(passes, held, strict=True):
+            inputs = (index, states_held[-1], flat[1], flat[2], flat[0][run.carriers.index])
             again = segment is not None
             state, seen = checkpoint(run.layer, *inputs, use_reentrant=False) if again else run.layer(*inputs)
-            own.append(state)
+            states_held.append(state)
             attended = attended.index_copy(0, run.carriers.index, seen.to(attended.dtype))
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))

@@ -41,7 +41,7 @@ class StreamRun(NamedTuple):
 
 
 class StreamTokens(NamedTuple):
-    """What the streams of one sequence's last accepted node say."""
+    """Describe what the streams of one sequence's last accepted node predict."""
 
     tokens: list[list[int]]  # [streams][k], likeliest first
     log_q: list[list[float]]
@@ -68,15 +68,15 @@ def decide_streams(
     Raises:
         ConfigError, ValueError: as `Stack.run`.
     """
-    held, made, k = list[Any](), _native(stack, streams.streams), streams.k
+    held, model, k = list[Any](), _native(stack, streams.streams), streams.k
     table, rooms = (abi.CCarrier * len(streams.carriers))(), list[Room]()
     for row, (span, root, count, most, ends, riders) in zip(table, streams.carriers, strict=True):
         row.segment, row.root, row.streams, row.most = span, root, count, most
         row.ends, row.num_ends = numbers([*ends], held), len(ends)
         row.riders, row.num_riders = numbers(riders, held), len(riders)
-        rooms.append(Room(row, made.gamma * k, tokens="q", log_q="f"))
+        rooms.append(Room(row, model.gamma * k, tokens="q", log_q="f"))
     struct = abi.CStreamPass(
-        set=ctypes.addressof(made),
+        set=ctypes.addressof(model),
         carriers=ctypes.addressof(table),
         count=len(table),
         k=k,
@@ -84,27 +84,27 @@ def decide_streams(
         room=streams.scratch.stop - streams.scratch.start,
         noisy=streams.noisy,
     )
-    given = whole.packed(stack.shape[0], held, streams.rows)
-    both = given.buffer_info()[0], ctypes.byref(struct)
-    stack.choose(stack.library.pl_choose_streams, whole, cache, max(whole.positions) + made.gamma, *both, taps=taps)
+    words = whole.packed(stack.shape[0], held, streams.rows)
+    both = words.buffer_info()[0], ctypes.byref(struct)
+    stack.choose(stack.library.pl_choose_streams, whole, cache, max(whole.positions) + model.gamma, *both, taps=taps)
     answers = list[StreamTokens | None]()
     for row, room in zip(table, rooms, strict=True):
         tokens, log_q = ([part[i : i + k] for i in range(0, len(part), k)] for part in room.read(row.found * k))
         answers.append(StreamTokens(tokens, log_q, bool(row.rode)) if row.found else None)
-    return given[-len(whole.wanted) :].tolist(), answers, struct.late_us / 1e3
+    return words[-len(whole.choice_rows) :].tolist(), answers, struct.late_us / 1e3
 
 
 def _native(stack: Stack, streams: StreamSet) -> abi.CStreamSet:
     """Return the parameters of a lossless set as compiled layers read them, made once."""
-    known = _SETS.setdefault(stack, WeakKeyDictionary())
-    if streams not in known:
+    structs = _SETS.setdefault(stack, WeakKeyDictionary())
+    if streams not in structs:
         assert streams.embeddings is not None, "a set of adapters alone has no streams"
         adapters = None if streams.adapters is None else stack.adapters(streams.adapters)
         embeddings = streams.embeddings.detach().to("cpu", stack.dtype).contiguous()
         config = streams.config
-        made = abi.CStreamSet(gamma=config.gamma, insertion=config.insertion, embeddings=embeddings.data_ptr())
-        made.held = embeddings, adapters
+        struct = abi.CStreamSet(gamma=config.gamma, insertion=config.insertion, embeddings=embeddings.data_ptr())
+        struct.held = embeddings, adapters
         if adapters is not None:
-            made.adapter, made.rank = ctypes.addressof(adapters.table), adapters.rank
-        known[streams] = made
-    return known[streams]
+            struct.adapter, struct.rank = ctypes.addressof(adapters.table), adapters.rank
+        structs[streams] = struct
+    return structs[streams]

@@ -28,7 +28,7 @@ KEPT_MASK = 256  # streams of a mask that is kept for later passes: 64 KiB
 
 
 @dataclass(slots=True, eq=False)
-class Carriers:
+class StreamAnchors:
     """The main rows of one sequence that carry streams in one pass, and their streams."""
 
     work: int  # index of the sequence's work
@@ -52,7 +52,7 @@ class Carriers:
         return self.streams.config.insertion
 
 
-def choose_carriers(p: Pass, general: abc.Callable[[Sequence], StreamSet | None] | None) -> list[Carriers]:
+def choose_carriers(p: Pass, general: abc.Callable[[Sequence], StreamSet | None] | None) -> list[StreamAnchors]:
     """Return the rows that carry streams.
 
     Every generated row of a shared set, and roots and nodes where drafts are wanted.
@@ -61,26 +61,26 @@ def choose_carriers(p: Pass, general: abc.Callable[[Sequence], StreamSet | None]
         p: the pass.
         general: the lossless set of a sequence without streams of its own; None: no more drafts are wanted.
     """
-    found = []
+    chosen = []
     for i, (work, span) in enumerate(zip(p.works, p.spans, strict=True)):
         view, cache = work.sequence, work.sequence.cache
         assert cache is not None
-        own = view.application.beside if view.application is not None else None
-        if own is not None:
+        application_streams = view.application.beside if view.application is not None else None
+        if application_streams is not None:
             first = max(0, view.prompt_len - 1 - cache.committed)
             if first < span.stop - span.start:
-                found.append(Carriers(i, own, first, True))
+                chosen.append(StreamAnchors(i, application_streams, first, True))
         elif general is not None and work.generates and work.max_depth > 1:
             if work.budget <= 0 and not (work.may_draft and work.rows > 1):  # at the end of a prompt the budget is 0
                 continue
             streams = general(view)
             if streams is not None:
-                found.append(Carriers(i, streams, span.root - span.start, False))
-    return found
+                chosen.append(StreamAnchors(i, streams, span.root - span.start, False))
+    return chosen
 
 
 class StreamInsertion:
-    """Adds streams to one pass, and plans its rows anew as they change.
+    """Adds streams to one pass, and plans its rows again as they change.
 
     Args:
         p: the pass, its state embedded and planned.
@@ -91,10 +91,10 @@ class StreamInsertion:
     def __init__(self, p: Pass, target: Decoder, pool: KVPool) -> None:
         self.p, self.target, self.pool = p, target, pool
         self.main: list[Segment] = list(p.state.attn.segments)  # of the main rows alone, one a work
-        self.inserted: list[Carriers] = []  # in the order of their streams' rows
+        self.inserted: list[StreamAnchors] = []  # in the order of their streams' rows
         self.used = 0  # scratch slots
 
-    def append(self, carriers: abc.Sequence[Carriers]) -> None:
+    def append(self, carriers: abc.Sequence[StreamAnchors]) -> None:
         """Append the streams of every row that carries them to the rows of the pass, with their states (eq. 4)."""
         state, device = self.p.state, self.target.device
         parts = []
@@ -112,11 +112,11 @@ class StreamInsertion:
         joint = [torch.cat(column) for column in zip((state.hidden, state.positions), *parts, strict=True)]
         state.hidden, state.positions = joint
 
-    def drop(self, kept: abc.Mapping[int, abc.Sequence[int]]) -> list[int]:
+    def drop(self, remaining: abc.Mapping[int, abc.Sequence[int]]) -> list[int]:
         """Forget the streams of main rows that are pruned; those of the pass have still to go.
 
         Args:
-            kept: work -> rows of its segment that are kept, ascending.
+            remaining: work -> rows of its segment that are kept, ascending.
 
         Returns:
             The stream rows of the pass that stay, ascending.
@@ -126,18 +126,18 @@ class StreamInsertion:
         for c in self.inserted:
             assert c.scratch is not None and c.places is not None
             stop = start + len(c.scratch)
-            if c.work in kept:
-                carriers = [row - c.first for row in kept[c.work] if row >= c.first]
-                own = [n * c.gamma + j for n in carriers for j in range(c.gamma)]
-                index = torch.tensor(own, dtype=torch.int64, device=c.scratch.device)
+            if c.work in remaining:
+                carriers = [row - c.first for row in remaining[c.work] if row >= c.first]
+                numbers = [n * c.gamma + j for n in carriers for j in range(c.gamma)]
+                index = torch.tensor(numbers, dtype=torch.int64, device=c.scratch.device)
                 c.scratch, c.places = c.scratch[index], c.places[index]
-                rows += [start + n for n in own]
+                rows += [start + n for n in numbers]
             else:
                 rows += range(start, stop)
             start = stop
         return rows
 
-    def _connect(self, c: Carriers) -> Segment:
+    def _connect(self, c: StreamAnchors) -> Segment:
         """Set the segment of the streams; return that of their main rows, which sees them where they are shared."""
         main, scratch, positions = self.main[c.work], c.scratch, c.places
         assert scratch is not None and positions is not None
@@ -147,14 +147,14 @@ class StreamInsertion:
         keys = torch.cat((slot_indices(main.keys, device), scratch))
         where = torch.cat((key_positions(main, device)[main.prefix :], positions))
         count = main.num_keys + len(scratch)
-        left = seen[c.first :].repeat_interleave(gamma, 0)
-        visible = torch.cat((left, _kept(siblings, width - c.first, gamma, device)), 1)
+        seen_rows = seen[c.first :].repeat_interleave(gamma, 0)
+        visible = torch.cat((seen_rows, _kept(siblings, width - c.first, gamma, device)), 1)
         c.segment = Segment(0, len(scratch), keys, count, main.prefix, visible, where)
         if not c.shared:
             return main
-        own = torch.zeros(width, len(scratch), dtype=torch.bool, device=device)
-        own[c.first :] = _kept(owned, width - c.first, gamma, device)
-        return replace(main, keys=keys, num_keys=count, visible=torch.cat((seen, own), 1), positions=where)
+        scratch_seen = torch.zeros(width, len(scratch), dtype=torch.bool, device=device)
+        scratch_seen[c.first :] = _kept(owned, width - c.first, gamma, device)
+        return replace(main, keys=keys, num_keys=count, visible=torch.cat((seen, scratch_seen), 1), positions=where)
 
     def plan(self) -> None:
         """Plan, adapters and stream rules of the rows as they are now."""
@@ -171,7 +171,7 @@ class StreamInsertion:
         state.rope.clear()
 
 
-def stream_adapters(carriers: abc.Sequence[Carriers], segments: abc.Sequence[Segment]) -> tuple[AdapterRange, ...]:
+def stream_adapters(carriers: abc.Sequence[StreamAnchors], segments: abc.Sequence[Segment]) -> tuple[AdapterRange, ...]:
     """Return the adapters of stream rows; ``segments`` are those of each one's streams."""
     parts = zip(carriers, segments, strict=True)
     return joined([(segment.start, segment.stop, c.streams.adapters) for c, segment in parts])

@@ -18,12 +18,12 @@ from torch import Tensor
 from ...engine.passes import Pass, Span
 from ...model.attention.base import Segment, slot_indices
 from ...model.decoder import Decoder
-from .pass_rows import Carriers, StreamInsertion
+from .pass_rows import StreamAnchors, StreamInsertion
 
 
 def prune(
     p: Pass,
-    carriers: Sequence[Carriers],
+    carriers: Sequence[StreamAnchors],
     insertion: StreamInsertion,
     target: Decoder,
     threshold: float | None,
@@ -32,9 +32,9 @@ def prune(
     """Drop unlikely nodes from tree and rows by the early exit's transition probabilities.
 
     Args:
-        p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.kept`.
+        p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.remaining`.
         carriers: whose trees may be pruned now: each is pruned once.
-        insertion: the pass's segments, and the streams that are in it; to be planned anew where nodes went.
+        insertion: the pass's segments, and the streams that are in it; to be planned again where nodes went.
         target: the model.
         threshold, count: as of `surviving`.
 
@@ -48,13 +48,13 @@ def prune(
     cut = set()
     for c, transitions in zip(treed, _transitions(p, treed, target), strict=True):
         b = p.spans[c.work].tree_index
-        kept = surviving(p.tree.parents[b], transitions, threshold, count)
-        c.pruned = len(transitions) - len(kept)
+        survivors = surviving(p.tree.parents[b], transitions, threshold, count)
+        c.pruned = len(transitions) - len(survivors)
         if c.pruned:
-            remaining[b] = p.kept[c.work] = kept
+            remaining[b] = p.remaining[c.work] = survivors
             cut.add(c.work)
     if cut:
-        p.tree = p.tree.kept(remaining)
+        p.tree = p.tree.subset(remaining)
         _drop_rows(p, insertion, cut, target.device)
     return bool(cut)
 
@@ -84,12 +84,12 @@ def surviving(
         else:
             alive.append(node)
     if count is not None and len(alive) > count:
-        # A score is never above its parent's, and parents come first: what stays is a tree.
+        # A score is never above its parent's, and parents come first, so a tree remains.
         alive = sorted(sorted(alive, key=lambda n: (-scores[n], n))[:count])
     return [0, *alive]
 
 
-def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder) -> list[list[float]]:
+def _transitions(p: Pass, carriers: Sequence[StreamAnchors], target: Decoder) -> list[list[float]]:
     """log p of every node given its parent, by the early exit; 0 for the root.
 
     Source: Speculative Streaming, section 2.3: z = H(o_theta(M)), with M before the streams' first layer.
@@ -119,35 +119,35 @@ def _drop_rows(p: Pass, insertion: StreamInsertion, cut: set[int], device: torch
     segments = insertion.main
     rows: list[int] = []
     spans = []
-    kept = {}
+    remaining = {}
     for i, span in enumerate(p.spans):
         before = span.root - span.start  # rows of the segment that stay whatever goes
-        nodes: Sequence[int] = p.kept[i] if i in cut else range(span.nodes)
-        left = [*range(before), *(before + n for n in nodes)]
+        nodes: Sequence[int] = p.remaining[i] if i in cut else range(span.nodes)
+        rows_left = [*range(before), *(before + n for n in nodes)]
         if i in cut:
-            segments[i] = _thinned(segments[i], left, device)
-            kept[i] = left
+            segments[i] = _thinned(segments[i], rows_left, device)
+            remaining[i] = rows_left
         start = len(rows)
-        rows += [span.start + row for row in left]
+        rows += [span.start + row for row in rows_left]
         spans.append(Span(start, len(rows), start + before, span.tree_index))
         segments[i] = replace(segments[i], start=start, stop=len(rows))
-    rows += insertion.drop(kept)
+    rows += insertion.drop(remaining)
     p.state = p.state.keep(torch.tensor(rows, device=device))
     p.spans = spans
 
 
 def _thinned(segment: Segment, rows: Sequence[int], device: torch.device) -> Segment:
     """Return the segment of the rows (and their keys) that are left; the rows are its whole block."""
-    prefix, left = segment.prefix, len(rows)
+    prefix, count = segment.prefix, len(rows)
     index: Tensor | slice
     keys = segment.keys
-    if rows[-1] == left - 1:  # the first ones
-        index = slice(0, left)
-        keys = slice(keys.start, keys.start + prefix + left) if isinstance(keys, slice) else keys[: prefix + left]
+    if rows[-1] == count - 1:  # the first ones
+        index = slice(0, count)
+        keys = slice(keys.start, keys.start + prefix + count) if isinstance(keys, slice) else keys[: prefix + count]
     else:
         index = torch.tensor(rows, device=device)
         slots = slot_indices(keys, device)
         keys = torch.cat((slots[:prefix], slots[prefix:][index]))
     visible = None if segment.visible is None else segment.visible[index][:, index]
     positions = None if segment.positions is None else segment.positions[index]
-    return replace(segment, keys=keys, num_keys=prefix + left, visible=visible, positions=positions)
+    return replace(segment, keys=keys, num_keys=prefix + count, visible=visible, positions=positions)

@@ -18,15 +18,15 @@ from ...kv.pool import KVPool
 from ...model.attention.base import Segment, slot_indices
 from ...model.base import ForwardState
 from ...model.decoder import Decoder
-from .pass_rows import Carriers, stream_adapters
+from .pass_rows import StreamAnchors, stream_adapters
 
 
-def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: KVPool) -> list[Tensor | None]:
+def read_streams(p: Pass, carriers: Sequence[StreamAnchors], target: Decoder, pool: KVPool) -> list[Tensor | None]:
     """[B] logits [gamma, V] of the streams of each sequence's last accepted node; no others are read.
 
     Call it after emission and commit: streams that run after verification attend to committed keys.
     """
-    found: list[Tensor | None] = [None] * len(p.works)
+    parts: list[Tensor | None] = [None] * len(p.works)
     alive = [c for c in carriers if _of_use(p, c.work)]
     read = [c for c in alive if c.segment is not None]
     rows: list[int] = []
@@ -44,8 +44,8 @@ def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: K
     if read:
         logits = target.read(torch.cat(hidden))
         for c, part in zip(read, logits.split([c.gamma for c in read]), strict=True):
-            found[c.work] = part
-    return found
+            parts[c.work] = part
+    return parts
 
 
 def most_accepted(work: Work) -> int:
@@ -54,12 +54,12 @@ def most_accepted(work: Work) -> int:
 
 
 def _of_use(p: Pass, work: int) -> bool:
-    """Whether another draft can follow."""
+    """Return whether another draft can follow."""
     going_on = p.emitted[work] and not p.works[work].sequence.finished
     return bool(going_on) and len(p.paths[work]) <= most_accepted(p.works[work])
 
 
-def _run_late(p: Pass, carriers: Sequence[Carriers], layer: int, target: Decoder, pool: KVPool) -> Tensor:
+def _run_late(p: Pass, carriers: Sequence[StreamAnchors], layer: int, target: Decoder, pool: KVPool) -> Tensor:
     """[sum of gamma, d_model] the streams of each one's last accepted node, from ``layer`` through the last layer."""
     begun = [c.streams.begin(c.hidden[p.frontier(c.work)]) for c in carriers if c.hidden is not None]
     scratch = pool.scratch(sum(c.gamma for c in carriers))
@@ -79,16 +79,16 @@ def _run_late(p: Pass, carriers: Sequence[Carriers], layer: int, target: Decoder
     return target.run_layers(state, layer, target.num_layers, pool).hidden
 
 
-def count_streams(p: Pass, carriers: Sequence[Carriers], num_layers: int) -> None:
+def count_streams(p: Pass, carriers: Sequence[StreamAnchors], num_layers: int) -> None:
     """Count the streams and the pruned nodes of a pass that went part by part, its tokens emitted."""
     for c in carriers:
-        if c.work not in p.paths:  # in mid-prompt; by now the work itself no longer says so
+        if c.work not in p.paths:  # in mid-prompt; by now the work itself no longer states this
             continue
         useful, rode = _of_use(p, c.work), c.segment is not None
         count_carrier(p, c, c.gamma * (p.spans[c.work].nodes if rode else useful), useful, rode, num_layers)
 
 
-def count_carrier(p: Pass, c: Carriers, streams: int, useful: bool, rode: bool, num_layers: int) -> None:
+def count_carrier(p: Pass, c: StreamAnchors, streams: int, useful: bool, rode: bool, num_layers: int) -> None:
     """Count row-layers of one sequence's streams and of its pruned nodes.
 
     Args:

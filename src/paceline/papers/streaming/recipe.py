@@ -33,16 +33,16 @@ from .multistream import MainPass, lossless_streams, main_pass, shared_pass
 if TYPE_CHECKING:
     from ...train.registry import BuildContext
 
-# Streams start far from what they are to say (9.6 nats a token where a trained set has 2), so adapters must move fast:
+# Streams start far from their aims (9.6 nats a token where a trained set has 2), so adapters must move fast:
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
 SCALE = 4.0
-Said: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
+TargetOf: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
 _OF_STREAMS = ("layers", "prune_rank", "alpha_j", "segment", "positions")  # of no meaning to adapters alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamsOptions:
-    """What is trained, and on what loss."""
+    """Describe what is trained, and on what loss."""
 
     mode: Literal["lossless", "shared"] = option(
         "lossless",
@@ -167,17 +167,17 @@ class StreamRecipe:
         """Each segment forward and backward on its own; the returned loss passes on the gradients computed so far."""
         main = main_pass(self.network, batch, self.module.config.insertion)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
-        said = self._said(main.final, aims)
+        target = self._said(main.final, aims)
         total: Tensor | None = None
         figures: Counter[str] = Counter()  # every segment's are shares of the batch's means
         grads: list[Tensor | None] = [None] * len(self._parameters)
         for part in carriers.segments(self.options.segment):
-            loss, shares = self._segment(batch, main, part, aims, said)
+            loss, shares = self._segment(batch, main, part, aims, target)
             total = loss.detach() if total is None else total + loss.detach()
             figures.update(shares)
             if torch.is_grad_enabled():
-                made = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-                grads = [_sum(old, new) for old, new in zip(grads, made, strict=True)]
+                gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+                grads = [_sum(old, new) for old, new in zip(grads, gradients, strict=True)]
         if total is None:
             return no_loss(self.module), {}
         if torch.is_grad_enabled():
@@ -185,24 +185,24 @@ class StreamRecipe:
         return total, dict(figures)
 
     def _segment(
-        self, batch: TokenBatch, main: MainPass, part: CarrierRows, aims: Aims, said: Said | None
+        self, batch: TokenBatch, main: MainPass, part: CarrierRows, aims: Aims, target: TargetOf | None
     ) -> tuple[Tensor, dict[str, float]]:
         streams, _ = lossless_streams(self.network, self.module, main, part)
-        own = Aims.of(batch, part, streams.shape[1], aims)
-        loss, figures = self._stream_loss(streams, own, said)
-        early, exit_figures = self._exit_loss(main.states[0], part, own)
+        part_aims = Aims.of(batch, part, streams.shape[1], aims)
+        loss, figures = self._stream_loss(streams, part_aims, target)
+        early, exit_figures = self._exit_loss(main.states[0], part, part_aims)
         return loss + early, figures | exit_figures
 
-    def _said(self, final: Tensor, aims: Aims) -> Said | None:
+    def _said(self, final: Tensor, aims: Aims) -> TargetOf | None:
         """Return the target's output in the main rows ``final`` [B * T, d] that streams stand for; None: not needed."""
         if not self.options.distill:
             return None
         read = torch.zeros(len(final), dtype=torch.bool, device=final.device)
         read[aims.main] = True
-        found, places = likeliest(self.network, final[read], TOP), read.cumsum(0) - 1  # once, for all streams of a row
-        return lambda own: said_at(found, places[own.main.flatten()])
+        likely, places = likeliest(self.network, final[read], TOP), read.cumsum(0) - 1  # once, for all streams of a row
+        return lambda stream_aims: said_at(likely, places[stream_aims.main.flatten()])
 
-    def _stream_loss(self, streams: Tensor, aims: Aims, said: Said | None) -> tuple[Tensor, dict[str, float]]:
+    def _stream_loss(self, streams: Tensor, aims: Aims, target: TargetOf | None) -> tuple[Tensor, dict[str, float]]:
         """Return sum_j alpha_j ((1 - w) CE_j + w KL_j) (eq. 6 of the paper, w = 0).
 
         Each a mean over the rows that have a token so far ahead; w: ``distill``; p: main row t + j, frozen.
@@ -211,7 +211,7 @@ class StreamRecipe:
         rows, gamma = streams.flatten(0, 1), streams.shape[1]
         targets = aims.tokens.flatten()
         scale = (aims.exists.double() / aims.counts.clamp(min=1)).flatten()  # shares of the whole batch's means
-        p = None if said is None else said(aims)
+        p = None if target is None else target(aims)
         loss, each = distilled(rows, head, p, targets, alpha_j * scale, share=share, denominator=1.0)
         soft, hard = (each * scale).unflatten(1, (-1, gamma)).sum(1)  # [gamma] each
         means = torch.where(aims.exists.any(0), hard, torch.nan).tolist()  # of streams that some row has

@@ -1,6 +1,6 @@
 """The fused round: the plain round, whose passes verify the last draft and make the next by streams.
 
-Trees may be pruned and streams begin between two layers, and what the streams of the last accepted node say is read
+Trees may be pruned and streams begin between two layers, and what the streams of the last accepted node predict is read
 after the pass, for the drafter to observe.
 
 Source: Speculative Streaming, sections 2.1 to 2.3 and appendix G.1.
@@ -27,7 +27,7 @@ from .compiled import stream_run
 from .drafter import StreamsDrafter
 from .model import check_exit
 from .native import StreamRun, StreamTokens, decide_streams
-from .pass_rows import Carriers, StreamInsertion, choose_carriers
+from .pass_rows import StreamAnchors, StreamInsertion, choose_carriers
 from .pruning import prune
 from .reading import count_carrier, count_streams, read_streams
 
@@ -74,12 +74,12 @@ class FusedRound(DraftVerifyRound):
     def _admit(self, application: Application) -> None:
         """Check an application's streams against the rules of the drafter."""
         streams = application.beside
-        wanted, trained = self.rules.gamma, streams.config.gamma
-        if wanted is not None and trained < wanted:
+        gamma, trained = self.rules.gamma, streams.config.gamma
+        if gamma is not None and trained < gamma:
             raise CapabilityError(
-                f"gamma={wanted} with the streams of an application",
+                f"gamma={gamma} with the streams of an application",
                 f"it is more than the {trained} streams that were trained",
-                f"leave gamma out, give {trained} or less, or train the application with gamma={wanted}",
+                f"leave gamma out, give {trained} or less, or train the application with gamma={gamma}",
             )
         if self.rules.prunes:
             check_exit("pruning with the streams of an application", streams)
@@ -95,7 +95,7 @@ class FusedRound(DraftVerifyRound):
 class StreamHook(PassHook):
     """The streams of one pass."""
 
-    def __init__(self, round_: FusedRound, p: Pass, carriers: list[Carriers], prunes: bool) -> None:
+    def __init__(self, round_: FusedRound, p: Pass, carriers: list[StreamAnchors], prunes: bool) -> None:
         self.rules, self.target, self.pool = round_.rules, round_.target, round_.pool
         self.p, self.carriers, self.drops = p, carriers, prunes
         # One compiled call takes streams of one lossless set, none of them drawn, and of sequences without rules other
@@ -118,11 +118,11 @@ class StreamHook(PassHook):
             self._run = stream_run(self.p, self.carriers, *form, pool, self.target)
             self.rows = self._run.rows
 
-    def decide(self, stack: Stack, given: TokenPass, pool: KVPool, taps: NativeTaps | None) -> list[int]:
-        """Return the choices of the pass; what its streams say is kept for `after`."""
+    def decide(self, stack: Stack, token_pass: TokenPass, pool: KVPool, taps: NativeTaps | None) -> list[int]:
+        """Return the choices of the pass; predictions of its streams are kept for `after`."""
         if self._run is None:
-            return super().decide(stack, given, pool, taps)
-        chosen, self._answers, self.late_ms = decide_streams(stack, given, self._run, pool, taps)
+            return super().decide(stack, token_pass, pool, taps)
+        chosen, self._answers, self.late_ms = decide_streams(stack, token_pass, self._run, pool, taps)
         return chosen
 
     # -- a pass in parts
@@ -147,14 +147,14 @@ class StreamHook(PassHook):
     def after(self) -> list[LevelScores | None]:
         """Count the streams, and read those of each sequence's last accepted node."""
         if self._run is not None:
-            found: list[LevelScores | None] = [None] * len(self.p.works)
+            answers: list[LevelScores | None] = [None] * len(self.p.works)
             for c, rows, answer in zip(self.carriers, self._run.carriers, self._answers, strict=True):
                 in_pass = answer is not None and answer.rode
                 streams = rows.streams * (len(rows.riders) + (answer is not None and not in_pass))
                 count_carrier(self.p, c, streams, answer is not None, in_pass, self.target.num_layers)
                 if answer is not None:
-                    found[c.work] = answer.tokens, answer.log_q
-            return found
+                    answers[c.work] = answer.tokens, answer.log_q
+            return answers
         began = perf_counter()
         count_streams(self.p, self.carriers, self.target.num_layers)
         logits = read_streams(self.p, self.carriers, self.target, self.pool)

@@ -107,7 +107,7 @@ class DraftModelRecipe:
         options: the loss.
         config: the draft's config.json.
         held_out: batches by domain.
-        features: where it is known what the target says; None: the target is run on each batch.
+        features: where it is known what the target emits; None: the target is run on each batch.
         hot: [H] int64, ascending: the only tokens that are drafted, for which alone the head is computed. Where the
             text has another one there is nothing to learn. None: all.
     """
@@ -128,20 +128,20 @@ class DraftModelRecipe:
         self.features = features or OnlineFeatures(target)
         self.hot = None if hot is None else hot.to(target.head_weight.device)
         self._places = torch.empty(0) if self.hot is None else places_of(self.hot, target.config.vocab_size)
-        self._says: dict[str, list[Tensor]] = {}  # what the target says on held-out data, by domain
+        self._says: dict[str, list[Tensor]] = {}  # what the target emits on held-out data, by domain
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         """Return the mean over the rows that carry weight, and its two parts."""
         rows, o = batch.weights > 0, self.options
         weights, tokens = batch.weights[rows], batch.targets[rows]
-        said = self.features.said(batch) if o.distill else None  # where nothing is learned of it, it is not run
+        target = self.features.targets(batch) if o.distill else None  # where nothing is learned of it, it is not run
         head = self.module.head_weight
         if self.hot is not None:
             head, tokens = head[self.hot], self._places[tokens]
-            if said is not None:
-                head, said = F.pad(head, (0, 0, 0, 1)), said.within(self._places)
+            if target is not None:
+                head, target = F.pad(head, (0, 0, 0, 1)), target.within(self._places)
             weights = torch.where(tokens < len(self.hot), weights, 0.0)
-        loss, parts = distilled(self.module(batch)[rows], head, said, tokens, weights, share=o.distill)
+        loss, parts = distilled(self.module(batch)[rows], head, target, tokens, weights, share=o.distill)
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
 
@@ -149,12 +149,12 @@ class DraftModelRecipe:
         """By domain: loss over all tokens, and the simulated accepted length of a chain of `DEPTH`."""
         figures = {}
         device = self.module.head_weight.device
-        self._says = self._says or {d: [self._say(b.to(device)) for b in own] for d, own in self.held_out.items()}
+        self._says = self._says or {d: [self._say(b.to(device)) for b in part] for d, part in self.held_out.items()}
         for domain, batches in self.held_out.items():
             pairs = zip(batches, self._says[domain], strict=True)
-            found = [self._held_out(batch.to(device), says) for batch, says in pairs]
-            figures[f"loss/{domain}"] = sum(a for a, _ in found) / len(found)
-            figures[f"accepted/{domain}"] = sum(b for _, b in found) / len(found)
+            sums = [self._held_out(batch.to(device), says) for batch, says in pairs]
+            figures[f"loss/{domain}"] = sum(a for a, _ in sums) / len(sums)
+            figures[f"accepted/{domain}"] = sum(b for _, b in sums) / len(sums)
         return figures
 
     def _say(self, batch: TokenBatch) -> Tensor:

@@ -52,7 +52,7 @@ RANKS = 10  # likeliest tokens of a step whose hit rates are counted
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How a drafter over the target's states learns."""
+    """Describe how a drafter over the target's states learns."""
 
     depth: int = option(3, help="steps it is trained for, as many as it will draft", minimum=1, maximum=16)
     anchors: float = option(
@@ -66,7 +66,7 @@ class HeadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(HeadOptions):
-    """How a drafter with a layer learns."""
+    """Describe how a drafter with a layer learns."""
 
     start: Literal["random", "target"] = option(
         "random", help="what the layer begins as, without --init: target: the target's last, its map fitted"
@@ -74,7 +74,7 @@ class LayerOptions(HeadOptions):
 
 
 def begin(model: Any, options: LayerOptions, context: BuildContext) -> None:
-    """Fill a fresh drafter as the options say (see `start_from_target`), or continue from ``context.init``."""
+    """Fill a fresh drafter as the options state (see `start_from_target`), or continue from ``context.init``."""
     if context.init is not None:
         model.resume(context.init)
     elif options.start == "target":
@@ -109,7 +109,7 @@ class Ahead:
 
     rows: Tensor  # [R] flat; the anchor itself where there is none
     tokens: Tensor  # [R] int64 there; the anchor's own where there is none
-    weights: Tensor  # [R] of what the target says there; 0 where there is no such row
+    weights: Tensor  # [R] of what the target emits there; 0 where there is no such row
 
     @staticmethod
     def of(batch: TokenBatch, index: Tensor, step: int) -> Ahead:
@@ -219,26 +219,26 @@ class HeadRecipe:
         fed = true
         if self.noise:
             fed = true + self.noise * (torch.rand(true.shape, generator=generator).to(true) * 2 - 1)
-        said, places = self.features.said(batch), (batch.weights.flatten() > 0).cumsum(0) - 1
+        target, places = self.features.targets(batch), (batch.weights.flatten() > 0).cumsum(0) - 1
         total, figures = true.new_zeros(()), {}
         shares = [self.decay**step for step in range(steps)]
         states = self.predict(fed, batch, anchors, steps, self.target.embed)
         for step, (state, share) in enumerate(zip(states, shares, strict=True), 1):
             ahead = Ahead.of(batch, anchors.index, step)
-            aims = true.flatten(0, 1)[ahead.rows], said_at(said, places[ahead.rows].clamp_min(0))
+            aims = true.flatten(0, 1)[ahead.rows], said_at(target, places[ahead.rows].clamp_min(0))
             loss, squared = self._step_loss(state, ahead, *aims)
             total = total + share / sum(shares) * loss
             figures[f"mse_{step}"], figures[f"ce_{step}"] = squared, float(loss.detach()) - self.alpha * squared
         return total, figures
 
-    def _step_loss(self, state: Tensor, ahead: Ahead, true: Tensor, said: SoftTarget) -> tuple[Tensor, float]:
+    def _step_loss(self, state: Tensor, ahead: Ahead, true: Tensor, target: SoftTarget) -> tuple[Tensor, float]:
         """alpha MSE + CE of a step, and the MSE."""
         weights = ahead.weights
         hidden, head = self._logit_factors(state, ahead)
         if self.hot is not None:
-            assert isinstance(said, TargetTop), "likeliest tokens are learned"
-            said = said.within(self._places)
-        loss = mse_cross_entropy(state, true, hidden, head, said, weights, alpha=self.alpha, frozen=state.shape[1])
+            assert isinstance(target, TargetTop), "likeliest tokens are learned"
+            target = target.within(self._places)
+        loss = mse_cross_entropy(state, true, hidden, head, target, weights, alpha=self.alpha, frozen=state.shape[1])
         with torch.no_grad():
             errors = (state.float() - true.float()).square().mean(-1)
             squared = float((errors * weights).sum() / weights.sum().clamp_min(torch.finfo().tiny))
@@ -276,8 +276,8 @@ class HeadRecipe:
         figures: dict[str, float] = {}
         for domain in self.held_out:
             if parts := self._judged(domain):
-                found = held_out_figures(*(torch.cat(own, 1) for own in zip(*parts, strict=True)))
-                figures |= {name.format(domain): value for name, value in found.items()}
+                domain_figures = held_out_figures(*(torch.cat(columns, 1) for columns in zip(*parts, strict=True)))
+                figures |= {name.format(domain): value for name, value in domain_figures.items()}
         return figures
 
     @torch.no_grad()
@@ -287,14 +287,14 @@ class HeadRecipe:
         parts = [part for domain in self.held_out for part in self._judged(domain)]
         if not parts:
             return ()
-        hits, _, exists = (torch.cat(own, 1) for own in zip(*parts, strict=True))
+        hits, _, exists = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
         rates = hits.float().sum(1) / exists.sum(1, keepdim=True)
         whole = bool(exists.any(1).all())
         return tuple(tuple(round(rate, 5) for rate in row) for row in rates.tolist()) if whole else ()
 
     def _judged(self, domain: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of every step and anchor of each batch what `held_out_figures` counts."""
-        device, made = self.target.head_weight.device, []
+        """Return, by step and anchor of each batch, what `held_out_figures` counts."""
+        device, sums = self.target.head_weight.device, []
         batches = [batch.to(device) for batch in self.held_out[domain]]
         if domain not in self._held:  # the target is frozen, so one pass serves all evaluations
             self._held[domain] = [self._say(batch) for batch in batches]
@@ -305,19 +305,19 @@ class HeadRecipe:
             hits, losses, exists = [], [], []
             for step, state in enumerate(self.predict(true, batch, anchors, steps, self.target.embed), 1):
                 ahead = Ahead.of(batch, anchors.index, step)
-                found, loss = self._guess(state, ahead, says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows])
+                hit, loss = self._guess(state, ahead, says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows])
                 exists.append(ahead.weights > 0)
-                hits.append(found & exists[-1][:, None])
+                hits.append(hit & exists[-1][:, None])
                 losses.append(loss)
-            made.append((torch.stack(hits), torch.stack(losses), torch.stack(exists)))
-        return made
+            sums.append((torch.stack(hits), torch.stack(losses), torch.stack(exists)))
+        return sums
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be said."""
+        """Return features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be emitted."""
         placed = (batch.places >= 0).any()  # in the run's cache
         true = self.target.final(self.features.states(batch) if placed else last_states(self.target, batch))
-        says, asked = torch.zeros_like(batch.tokens), batch.weights > 0
-        says[asked] = argmax(true[asked], self.target.head_weight)
+        says, counted = torch.zeros_like(batch.tokens), batch.weights > 0
+        says[counted] = argmax(true[counted], self.target.head_weight)
         return true, says
 
     def _guess(self, state: Tensor, ahead: Ahead, says: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
@@ -329,12 +329,12 @@ class HeadRecipe:
         tokens = len(head)
         if self.hot is not None:  # the last row is drafted for none of the others
             tokens, says, text = tokens - 1, self._places[says], self._places[text]
-        found, losses = [], []
+        hits, losses = [], []
         for part in torch.arange(len(state), device=state.device).split(max(1, EVALUATED_LOGITS // len(head))):
             logits = F.linear(hidden[part].to(head.dtype), head).float()
             losses.append(F.cross_entropy(logits, text[part], reduction="none"))
-            found.append(logits[:, :tokens].topk(min(RANKS, tokens), dim=-1).indices == says[part, None])
-        return torch.cat(found), torch.cat(losses)
+            hits.append(logits[:, :tokens].topk(min(RANKS, tokens), dim=-1).indices == says[part, None])
+        return torch.cat(hits), torch.cat(losses)
 
     def export(self, folder: Path) -> dict[str, Any]:
         """Write what users load."""
@@ -348,18 +348,18 @@ def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, 
     Args:
         hits: [steps, R, ranks] bool, whether the target's token is the likeliest, the next one, ..
         losses: [steps, R] -log q of the text's token.
-        exists: [steps, R] bool, whether there is a token to be said.
+        exists: [steps, R] bool, whether there is a token to be emitted.
     """
     best = torch.stack((hits[..., 0], hits[..., :BRANCHES].any(-1)), 1)  # [steps, 2, R]
     alive = best.cumprod(0).bool()  # every step so far was right
     tried = torch.cat((torch.ones_like(alive[:1]), alive[:-1])) & exists[:, None]
-    made = {}
+    figures = {}
     if exists[0].any():
-        made["accepted/{}"] = float(alive[:, 0].sum()) / int(exists[0].sum())
+        figures["accepted/{}"] = float(alive[:, 0].sum()) / int(exists[0].sum())
     for step, (right, counted) in enumerate(zip(alive, tried, strict=True), 1):
         for place, name in enumerate(("acceptance", f"acceptance_top{BRANCHES}")):
             if counted[place].any():
-                made[f"{name}/{{}}/{step}"] = float(right[place].sum()) / int(counted[place].sum())
+                figures[f"{name}/{{}}/{step}"] = float(right[place].sum()) / int(counted[place].sum())
         if exists[step - 1].any():
-            made[f"ce/{{}}/{step}"] = float(losses[step - 1][exists[step - 1]].mean())
-    return made
+            figures[f"ce/{{}}/{step}"] = float(losses[step - 1][exists[step - 1]].mean())
+    return figures

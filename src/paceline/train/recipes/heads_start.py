@@ -36,9 +36,9 @@ def start_from_target(head: StateHead, target: Network, batches: Iterable[TokenB
     c, ours = target.config, head.tensors()
     prefix = f"model.{LAYER[:-2]}{c.num_layers - 1}."
     theirs = {n.removeprefix(prefix): v for n, v in target.state().items() if n.startswith(prefix)}
-    wanted = {name.removeprefix(LAYER) for name in ours if name.startswith(LAYER)} | {"input_layernorm.weight"}
-    if theirs.keys() != wanted or target.decoder.norm is None:
-        wrong = f"its last layer has {', '.join(sorted(theirs.keys() ^ wanted)) or 'no norm after it'}"
+    expected = {name.removeprefix(LAYER) for name in ours if name.startswith(LAYER)} | {"input_layernorm.weight"}
+    if theirs.keys() != expected or target.decoder.norm is None:
+        wrong = f"its last layer has {', '.join(sorted(theirs.keys() ^ expected)) or 'no norm after it'}"
         raise CapabilityError("start=target", f"{wrong}: a head's layer is Llama's", "leave start at random")
     inputs, aims, ratio, size = _rows(target, batches)
     gain = target.decoder.norm.weight.float()
@@ -47,9 +47,9 @@ def start_from_target(head: StateHead, target: Network, batches: Iterable[TokenB
     divisor[divisor.abs() < small] = small
     ours["fc.weight"].copy_(_least_squares(inputs, aims))
     for name, value in ours.items():
-        own = name.removeprefix(LAYER)
-        if name.startswith(LAYER) and own in theirs:
-            value.copy_(theirs[own])
+        layer_name = name.removeprefix(LAYER)
+        if name.startswith(LAYER) and layer_name in theirs:
+            value.copy_(theirs[layer_name])
     before, within = theirs["input_layernorm.weight"], theirs["post_attention_layernorm.weight"]
     own_size = aims.square().mean(-1).sqrt().median()
     if LAYER + "input_layernorm.weight" in ours:

@@ -7,13 +7,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError
-from paceline.model.families import DecoderConfig, decoder_config
-from paceline.weights.files import read_json
-from paceline.weights.gguf import is_gguf, read_gguf
-from paceline.weights.gguf_model import read_gguf_config
+from ..core.errors import ConfigError
+from ..core.tables import read_table
+from ..model.families import DecoderConfig, decoder_config
+from ..weights.files import read_json
+from ..weights.gguf import is_gguf, read_gguf
+from ..weights.gguf_model import read_gguf_config
 
-from .tables import table
+TABLE = "plan/models.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ class ModelSizes:
             ConfigError: more layers than there are, or none.
         """
         if not 1 <= count <= self.num_layers:
-            asked = f"a draft of {count} layers of {self.name}"
-            raise ConfigError(asked, f"the model has {self.num_layers}", f"use 1 to {self.num_layers}")
+            subject = f"a draft of {count} layers of {self.name}"
+            raise ConfigError(subject, f"the model has {self.num_layers}", f"use 1 to {self.num_layers}")
         return replace(
             self,
             name=f"{self.name}, last {count} layers",
@@ -81,17 +82,17 @@ class ModelSizes:
 
 def names() -> list[str]:
     """Return the names of models that have one."""
-    return list(table("models"))
+    return list(read_table(TABLE))
 
 
 def named(name: str) -> ModelSizes | None:
     """Return the model of that name or alias, or None."""
-    for own, values in table("models").items():
-        if name in (own, *values.get("aliases", ())):
+    for key, values in read_table(TABLE).items():
+        if name in (key, *values.get("aliases", ())):
             sizes = {field: value for field, value in values.items() if field not in ("aliases", "source")}
             hub, source = values.get("hub"), values.get("source")
-            said = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
-            return ModelSizes(**sizes, name=own, source=said)
+            origin = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
+            return ModelSizes(**sizes, name=key, source=origin)
     return None
 
 

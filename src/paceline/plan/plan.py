@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from paceline.core.errors import ConfigError
-from paceline.core.options import check, option
-
+from ..core.errors import ConfigError
+from ..core.options import check, option
 from .acceptance import Acceptance, assumed
 from .machines import Machine
 from .models import ModelSizes
@@ -88,10 +87,10 @@ class PlanRequest:
     def assumptions(self) -> dict[str, Acceptance]:
         """Return the acceptance of every drafter; requested values do not change a draft's size or window."""
         draft = self.draft.name if self.draft else None
-        known = assumed(self.target.name, draft, self.context, self.window)
-        for name, said in self.acceptance.items():
-            known[name] = replace(known[name], accept=said.accept, source=said.source, own=True)
-        return known
+        table = assumed(self.target.name, draft, self.context, self.window)
+        for name, entry in self.acceptance.items():
+            table[name] = replace(table[name], accept=entry.accept, source=entry.source, own=True)
+        return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +113,12 @@ def rank(q: PlanRequest) -> list[RankedDrafter]:
     """Return the best form of each drafter and plain decoding, the fastest first."""
     accepted, depths, widths = q.assumptions(), [q.depth] if q.depth else DEPTHS, [q.width] if q.width else WIDTHS
     forms = {name: product(depths, widths if name in TREES else [1]) for name in DRAFTERS}
-    found = [
+    forms_by_drafter = [
         [_form(q, name, min(depth, accepted[name].deepest or depth), width, accepted[name]) for depth, width in of]
         for name, of in forms.items()
     ]
-    best = [max(made, key=lambda one: one.multiplier) for made in found]
-    return sorted([_form(q, PLAIN, 0, 1, None), *best], key=lambda made: -made.multiplier)
+    best = [max(forms_of, key=lambda one: one.multiplier) for forms_of in forms_by_drafter]
+    return sorted([_form(q, PLAIN, 0, 1, None), *best], key=lambda forms_of: -forms_of.multiplier)
 
 
 def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance | None) -> RankedDrafter:

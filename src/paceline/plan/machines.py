@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from paceline.core.errors import ConfigError
-from paceline.core.options import shown, suggest
-
-from .tables import table
+from ..core.errors import ConfigError
+from ..core.options import shown, suggest
+from ..core.tables import read_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,7 @@ class Machine:
     bandwidth: float  # of the device's memory, bytes/s
     memory: float  # bytes
     cores: int = 0  # of the processor, where that computes; 0: another kind of device
-    device: str = ""  # cuda or cpu: what this engine calls it; empty: it does not run there
+    device: str = ""  # cuda or cpu: this engine's name for it; empty: it does not run there
     about: str = ""  # full name
     source: str = ""  # where the figures are published
 
@@ -33,7 +32,7 @@ class Machine:
 @cache
 def machines() -> dict[str, Machine]:
     """Return all machines by name."""
-    return {name: Machine(name=name, **values) for name, values in table("machines").items()}
+    return {name: Machine(name=name, **values) for name, values in read_table("plan/machines.toml").items()}
 
 
 def machine(name: str) -> Machine:
@@ -42,7 +41,7 @@ def machine(name: str) -> Machine:
     Raises:
         ConfigError: there is none; the message lists them.
     """
-    found = machines().get(name)
-    if found is None:
+    entry = machines().get(name)
+    if entry is None:
         raise ConfigError(f"machine {shown(name)}", "it is not known", suggest(name, machines(), "machine"))
-    return found
+    return entry

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import ConfigError
-
-from .tables import table
+from ..core.errors import ConfigError
+from ..core.tables import read_table
 
 CONTEXT = 512  # of which SPIRe takes its tau for all multipliers
 SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
@@ -53,8 +52,8 @@ def accept_of(tau: float, depth: int) -> float:
         ConfigError: a tau that chains of this depth cannot have.
     """
     if not 1 <= tau <= depth + 1:
-        asked = f"{tau:g} tokens a round at depth {depth}"
-        raise ConfigError(asked, "no acceptance gives it", f"give 1 to {depth + 1}")
+        subject = f"{tau:g} tokens a round at depth {depth}"
+        raise ConfigError(subject, "no acceptance gives it", f"give 1 to {depth + 1}")
     low, high = 0.0, 1.0
     for _ in range(STEPS):
         middle = (low + high) / 2
@@ -72,20 +71,21 @@ def assumed(
         context: tokens that a sequence has; between measured ones tau lies on a line.
         window: keys of a sparse draft; None: as it was measured. Of another window nobody measured anything.
     """
-    found = {name: _read(entry, context, own=False) for name, entry in table("acceptance")["drafter"].items()}
-    for pair in table("acceptance")["pair"]:
+    table = read_table("plan/acceptance.toml")
+    acceptances = {name: _read(entry, context, measured=False) for name, entry in table["drafter"].items()}
+    for pair in table["pair"]:
         same = pair["target"] == target and pair.get("draft", draft) == draft
         if same and window in (None, pair.get("window", window)):
-            found[pair["drafter"]] = _read(pair, context, own=True)
-    return found
+            acceptances[pair["drafter"]] = _read(pair, context, measured=True)
+    return acceptances
 
 
-def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
+def _read(entry: Mapping[str, Any], context: float, measured: bool) -> Acceptance:
     """Read an entry of the table; a tau may be pairs of a context and a number, which numpy interpolates."""
     tau = entry.get("tau")
     if isinstance(tau, list):
         contexts, taus = zip(*tau, strict=True)
         tau = np.interp(context, contexts, taus)
     accept = entry["accept"] if tau is None else accept_of(float(tau), entry["depth"])
-    given = {name: entry[name] for name in ("siblings", "layers", "window", "deepest") if name in entry}
-    return Acceptance(accept=accept, source=entry["source"], own=own, **given)
+    options = {name: entry[name] for name in ("siblings", "layers", "window", "deepest") if name in entry}
+    return Acceptance(accept=accept, source=entry["source"], own=measured, **options)

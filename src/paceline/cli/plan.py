@@ -1,4 +1,4 @@
-"""Which drafter, depth and width would pay for a model on a machine, before anyone rents it (docs/planning.md)."""
+"""``paceline plan``: which drafter, depth and width would pay for a model on a machine, before anyone rents it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kit.planner import machines, models, view
-from kit.planner.acceptance import Acceptance, accept_of
-from kit.planner.models import ModelSizes
-from kit.planner.plan import DRAFTERS, PlanRequest, rank
 
-from paceline.cli.options import takes
-from paceline.core.errors import ConfigError
-from paceline.core.options import named_values, shown, suggest
-from paceline.weights import zoo
-from paceline.weights.gguf import is_gguf
-from paceline.weights.hub import local
+from ..core.errors import ConfigError
+from ..core.options import named_values, shown, suggest
+from ..plan import machines, models
+from ..plan.acceptance import Acceptance, accept_of
+from ..plan.models import ModelSizes
+from ..plan.plan import DRAFTERS, PlanRequest, rank
+from ..weights import zoo
+from ..weights.gguf import is_gguf
+from ..weights.hub import local
+from . import plan_view
+from .options import takes
 
 app = typer.Typer(add_completion=False)
 
@@ -73,14 +74,14 @@ def plan(
     --tau takes your own.
 
     Examples:
-        python studies/plan.py --target llama-3.1-8b --machine h100
-        python studies/plan.py --target smollm2-135m --machine cpu --batch 4
-        python studies/plan.py --target llama-3.1-8b --machine h100 --batch 64
+        paceline plan --target llama-3.1-8b --machine h100
+        paceline plan --target smollm2-135m --machine cpu --batch 4
+        paceline plan --target llama-3.1-8b --machine h100 --batch 64
     """
     shape = resolve(target)
     # the named draft model, or the zoo's draft for its target
     drafting = draft or next((entry.name for entry in zoo.trained_for(target) if entry.role == "draft"), None)
-    asked = PlanRequest(
+    request = PlanRequest(
         target=shape,
         machine=machines.machine(machine),
         draft=None if drafting is None else resolve(drafting),
@@ -90,13 +91,13 @@ def plan(
         **question,
     )
     names = _runnable(target), _runnable(drafting) if drafting else None
-    found_ways = [(made, view.how_to_run(asked, made, *names)) for made in rank(asked)]
+    found_ways = [(ranking, plan_view.how_to_run(request, ranking, *names)) for ranking in rank(request)]
     # What can be run comes first.
     ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
     if as_json:
-        view.print_json(asked, ranked, ways, names[0])
+        plan_view.print_json(request, ranked, ways, names[0])
     else:
-        view.show(asked, ranked, ways, names[0])
+        plan_view.show(request, ranked, ways, names[0])
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
@@ -105,20 +106,20 @@ def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
     Raises:
         ConfigError: an unknown drafter, or no number.
     """
-    found = {}
+    acceptances = {}
     for name, text in named_values("--tau", taus).items():
-        asked, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
+        subject, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
         if name not in DRAFTERS:
-            raise ConfigError(asked, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
+            raise ConfigError(subject, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
         try:
             tokens, levels = float(tau), int(depth) if at else TAU_DEPTH
         except ValueError:
             tokens, levels = 0.0, 0
         if levels < 1:
             remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-            raise ConfigError(asked, "it is not a number of tokens a round", remedy)
-        found[name] = Acceptance(accept=accept_of(tokens, levels), source=asked)
-    return found
+            raise ConfigError(subject, "it is not a number of tokens a round", remedy)
+        acceptances[name] = Acceptance(accept=accept_of(tokens, levels), source=subject)
+    return acceptances
 
 
 def resolve(text: str) -> ModelSizes:
@@ -142,9 +143,9 @@ def resolve(text: str) -> ModelSizes:
 
 def _runnable(text: str) -> str | None:
     """Return the value of ``--model`` for this model; None: there are no weights of it."""
-    known, path = models.named(text), Path(text)
-    if known is not None:
-        return known.hub or None
+    entry, path = models.named(text), Path(text)
+    if entry is not None:
+        return entry.hub or None
     return str(path.parent) if path.is_file() and not is_gguf(path) else text
 
 
@@ -159,7 +160,3 @@ def _bytes(flag: str, text: str) -> float:
     if not 0 < value <= 8:
         raise ConfigError(f"{flag} {text}", "a number takes more than 0 bytes, and 8 at most", f"use {STORED}")
     return value
-
-
-if __name__ == "__main__":
-    app()

@@ -1,0 +1,1 @@
+"""Predict what speculation is worth on a machine: throughput, latency, pipelines, plans."""

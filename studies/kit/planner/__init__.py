@@ -1,1 +1,0 @@
-"""A model of passes on machines that nobody rented: which drafter would pay."""
