@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import perf_counter
 
 from .sessions import Ask, DraftSessions, NewNodes, Opening, Pending
@@ -103,8 +104,8 @@ class LocalSessions:
         """Implement `AsyncSessions`; a thread ends with its level, and the rest is drafted by `wait`."""
         self._pause()
 
-    def wait(self, growing: Pending) -> None:
-        """Implement `AsyncSessions`."""
+    def wait(self, growing: Pending, levels: float = inf) -> None:
+        """See `AsyncSessions`; waits until it is done."""
         self._settle()
         if isinstance(growing, LocalGrowing):
             self._draft(growing)  # the rest of one that was halted

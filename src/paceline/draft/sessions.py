@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
 from pydantic import Field
@@ -158,8 +159,8 @@ class AsyncSessions(DraftSessions, Protocol):
     def look(self) -> None:
         """Take what came of all growths."""
 
-    def wait(self, growing: Pending) -> None:
-        """Until a growth is done."""
+    def wait(self, growing: Pending, levels: float = inf) -> None:
+        """Wait until a growth is done or has so many levels."""
 
 
 def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Proposal]:
