@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from math import inf
 from time import perf_counter
 
 from .sessions import Ask, DraftSessions, NewNodes, Opening, Pending
@@ -104,7 +103,7 @@ class LocalSessions:
         """Implement `AsyncSessions`; a thread ends with its level, and the rest is drafted by `wait`."""
         self._pause()
 
-    def wait(self, growing: Pending, levels: float = inf) -> None:
+    def wait(self, growing: Pending, first: bool = False) -> None:
         """See `AsyncSessions`; waits until it is done."""
         self._settle()
         if isinstance(growing, LocalGrowing):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
-from math import inf
 from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
 from pydantic import Field
@@ -159,8 +158,8 @@ class AsyncSessions(DraftSessions, Protocol):
     def look(self) -> None:
         """Take what came of all growths."""
 
-    def wait(self, growing: Pending, levels: float = inf) -> None:
-        """Wait until a growth is done or has so many levels."""
+    def wait(self, growing: Pending, first: bool = False) -> None:
+        """Wait until a growth is done, or for its first level alone."""
 
 
 def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Proposal]:

@@ -307,9 +307,11 @@ class StagesInTurn:
 
     def rest(self) -> bool:
         """See `model.stage_line.StageLine`; as long again as the tick took."""
-        left, self._rest_s = self._rest_s, max(0.0, self._rest_s - LOOK_S)
-        time.sleep(min(left, LOOK_S))
-        return left > 0
+        self._rest_s -= LOOK_S
+        if self._rest_s <= 0:
+            return False
+        time.sleep(LOOK_S)
+        return True
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
         """Return what each stage makes of what it holds."""

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from math import inf
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import Field
@@ -240,10 +239,10 @@ class RemoteSessions:
         while self._growing and self._take(0):
             pass
 
-    def wait(self, growing: Pending, levels: float = inf) -> None:
-        """See `AsyncSessions`; looks after the worker meanwhile, which may hang."""
+    def wait(self, growing: Pending, first: bool = False) -> None:
+        """Wait for a growth, or for its first level alone; look after the worker meanwhile, which may hang."""
         waited = 0.0
-        while not growing.done and len(growing.levels) < levels:
+        while not (growing.done or (first and growing.levels)):
             if self._take(min(LOOK_S, self._patience_s)):
                 waited = 0.0
                 continue

@@ -130,7 +130,7 @@ class Rollout:
         self.sessions.look()
         self._take()
         if self._growing is not None and self._owes(outcomes):
-            self.sessions.wait(self._growing, 1)
+            self.sessions.wait(self._growing, first=True)
             self._take()
 
     def _go_on(self, outcomes: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:

@@ -160,7 +160,7 @@ class PipelineRound:
         self._asked(self._ask)
         self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
         out = self.stage_line.tick(frame)
-        # The level comes before the verdict, which calls off what a source has not begun.
+        # Take the level before the verdict, which cancels growths that the source has not begun.
         drafts = self._guard is not None and self._guard.there
         came = drafts and self._asked(self._take)
         while drafts and not came and self.stage_line.rest():
