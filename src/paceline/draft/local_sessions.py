@@ -104,7 +104,7 @@ class LocalSessions:
         self._pause()
 
     def wait(self, growing: Pending, first: bool = False) -> None:
-        """See `AsyncSessions`; waits until it is done."""
+        """Implement `AsyncSessions`; waits until it is done."""
         self._settle()
         if isinstance(growing, LocalGrowing):
             self._draft(growing)  # the rest of one that was halted

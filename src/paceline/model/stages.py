@@ -297,7 +297,7 @@ class StagesInTurn:
         self._rest_s = 0.0  # that a late level may still be waited for
 
     def tick(self, entering: Frame | None) -> Frame | None:
-        """See `model.stage_line.StageLine`."""
+        """Implement `model.stage_line.StageLine`."""
         began = time.perf_counter()
         self._held[0] = entering
         done = self.compute(self._held)
@@ -306,7 +306,7 @@ class StagesInTurn:
         return done[-1]
 
     def rest(self) -> bool:
-        """See `model.stage_line.StageLine`; as long again as the tick took."""
+        """Implement `model.stage_line.StageLine`; waits as long again as the tick took."""
         self._rest_s -= LOOK_S
         if self._rest_s <= 0:
             return False

@@ -126,7 +126,7 @@ class Rollout:
         return reused
 
     def _look(self, outcomes: Iterable[Outcome]) -> None:
-        """Take what came, and at least the nodes of what was said."""
+        """Take what came, and at least the nodes of what was emitted."""
         self.sessions.look()
         self._take()
         if self._growing is not None and self._owes(outcomes):

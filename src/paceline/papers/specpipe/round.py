@@ -334,7 +334,7 @@ class PipelineRound:
         source.ask({one.sequence.key: (one.flight, one.farthest) for one in running if one.flight is not None})
 
     def _take(self, source: Source) -> bool:
-        """Take the level that was asked for. False: it is late, and its room stays free."""
+        """Take the requested level. False: it is late, and its room stays free."""
         self._came = source.take()
         return not source.owes
 
