@@ -261,7 +261,7 @@ class VirtualSessions(LocalSessions):
         """See `AsyncSessions`; what the sessions raised is raised."""
         self._take(0)
 
-    def wait(self, growing: Pending) -> None:
+    def wait(self, growing: Pending, first: bool = False) -> None:
         """See `AsyncSessions`; what the sessions raised is raised."""
         self._take(None)
 
