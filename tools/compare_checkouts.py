@@ -7,6 +7,10 @@
 Each checkout runs in a process of its own, which has its models loaded and waits while the other one works. A figure
 is the geometric mean over the rounds of new over old, in tokens a second, with its 95% interval (bootstrap).
 
+    .venv/bin/python tools/compare_checkouts.py OLD NEW --smollm2 q4_1
+
+compares the zoo's drafters of the chat model in this type of weights (or `bfloat16`).
+
     .venv/bin/python tools/compare_checkouts.py OLD NEW --tasks gsm8k,books --batch 1,4,16 --data FOLDER
 
 compares what the rule of the draft budget is worth, on each task: each side's rule over its own plain decoding and over
@@ -33,14 +37,14 @@ WORKER = """
 import json, sys, time
 from paceline import LLM, SamplingParams
 
-cases, threads = json.loads(sys.stdin.readline())
+cases, model = json.loads(sys.stdin.readline())
 models = {}
 for case in cases.values():
     key = case["drafter"], case["budget"], *case["others"].values()
     if key not in models:
         first = None if case["others"] else next(iter(models.values()), None)
-        options = {"budget": case["budget"], "max_model_len": 2048, "threads": threads, **case["others"]}
-        models[key] = LLM("paceline-small", drafter=case["drafter"], share=first, **options)
+        options = {"budget": case["budget"], "max_model_len": 2048, **model, **case["others"]}
+        models[key] = LLM(drafter=case["drafter"], share=first, **options)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     case = cases[json.loads(line)]
@@ -102,6 +106,17 @@ CASES = {
     "mirror, its drafter apart": case(DRAFT, 1, round="mirror,rollout=process"),
 }
 
+SMOLLM2_CASES = {
+    f"{name}, batch {batch}": case(drafter, batch, 6 if drafter else None)
+    for name, drafter in {
+        "plain": None,
+        "ngram": "ngram",
+        "hybrid": "hybrid:suffix+eagle:smollm2-135m-eagle",
+        "eagle": "eagle:smollm2-135m-eagle",
+    }.items()
+    for batch in (1, 8)
+}
+
 CHARACTERS = 4000  # of a prompt, its end: the model has room for 2,048 tokens
 TASK_METHODS = {"plain": (None, None), "auto": (HYBRID, "auto"), "14 nodes": (HYBRID, 14)}
 
@@ -142,11 +157,11 @@ def relative(results: dict[str, Result]) -> list[str]:
 class Side:
     """A process with one checkout."""
 
-    def __init__(self, folder: Path, cases: dict[str, Any], threads: int | None) -> None:
+    def __init__(self, folder: Path, cases: dict[str, Any], model: dict[str, Any]) -> None:
         env = {**os.environ, "PYTHONPATH": str(folder / "src")}
         command = [sys.executable, "-c", WORKER]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.tell([cases, threads])
+        self.tell([cases, model])
         self.answer()
 
     def answer(self) -> dict[str, Any]:
@@ -202,13 +217,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="comparisons of a case in each start")
     parser.add_argument("--starts", type=int, default=4, help="starts of both processes, each first in half of them")
     parser.add_argument("--threads", type=int, help="default: the engine's; 1 is much less noisy")
+    parser.add_argument("--smollm2", metavar="DTYPE", help="the chat model in this type, in place of the embedded one")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--tasks", help="tasks of the benchmark, such as gsm8k,books, in place of the cases")
     parser.add_argument("--batch", default="1", help="requests at once, such as 1,4,16, with --tasks")
     parser.add_argument("--prompts", type=int, default=16, help="of a task")
     parser.add_argument("--data", type=Path, help="the folder of tasks that do not come along")
     asked = parser.parse_args()
-    cases = CASES
+    cases, model = CASES, {"model": "paceline-small", "threads": asked.threads}
+    if asked.smollm2:
+        cases, model = SMOLLM2_CASES, model | {"model": "smollm2-135m", "dtype": asked.smollm2}
     if asked.tasks:
         cases = task_cases(asked.tasks.split(","), [*map(int, asked.batch.split(","))], asked.data, asked.prompts)
     cases = {name: c for name, c in cases.items() if asked.only in name}
@@ -216,7 +234,7 @@ def main() -> None:
     for start in range(asked.starts):
         # Which of two processes was started first can be worth 5% here: memory lies elsewhere.
         order = (0, 1) if start % 2 else (1, 0)
-        sides = {which: Side((asked.old, asked.new)[which].resolve(), cases, asked.threads) for which in order}
+        sides = {which: Side((asked.old, asked.new)[which].resolve(), cases, model) for which in order}
         for turn in range(asked.rounds + 1):
             for name, result in results.items():
                 said = {which: sides[which].run(name) for which in ((0, 1) if turn % 2 else (1, 0))}

@@ -87,7 +87,7 @@ class VirtualStages(StagesInTurn):
         self._latency_s = link.latency_ms * 1e-3
         self._inboxes = [clock.mailbox() for _ in stages]
         self._outboxes = [clock.mailbox() for _ in stages]
-        self._paces = [Pace(clock, own) for own in seconds]
+        self._seconds, self._paces = seconds, [Pace(clock, own) for own in seconds]
         self._straight = frames == "straight"
         self._in_flight = InFlight(count, clock.now)
         self._news: list[list[tuple[float, Callable[[], None]]]] = [[] for _ in stages]  # with when it comes
@@ -167,7 +167,7 @@ class VirtualStages(StagesInTurn):
         """The last stage, in the caller's own time."""
         frame, arrives = self._inboxes[-1].get()
         self._travel(self.count - 1, frame, arrives)
-        self._in_flight.came(due)
+        self._in_flight.came(max(own(due.frame.rows) for own in self._seconds[:-1]))
         return self._run(self.count - 1, frame)
 
     def _run(self, index: int, frame: Frame) -> Frame:
@@ -261,7 +261,7 @@ class VirtualSessions(LocalSessions):
         """See `AsyncSessions`; what the sessions raised is raised."""
         self._take(0)
 
-    def wait(self, growing: Pending) -> None:
+    def wait(self, growing: Pending, first: bool = False) -> None:
         """See `AsyncSessions`; what the sessions raised is raised."""
         self._take(None)
 

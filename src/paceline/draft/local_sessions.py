@@ -103,8 +103,8 @@ class LocalSessions:
         """Implement `AsyncSessions`; a thread ends with its level, and the rest is drafted by `wait`."""
         self._pause()
 
-    def wait(self, growing: Pending) -> None:
-        """Implement `AsyncSessions`."""
+    def wait(self, growing: Pending, first: bool = False) -> None:
+        """Implement `AsyncSessions`; waits until it is done."""
         self._settle()
         if isinstance(growing, LocalGrowing):
             self._draft(growing)  # the rest of one that was halted

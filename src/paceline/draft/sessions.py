@@ -158,8 +158,8 @@ class AsyncSessions(DraftSessions, Protocol):
     def look(self) -> None:
         """Take what came of all growths."""
 
-    def wait(self, growing: Pending) -> None:
-        """Until a growth is done."""
+    def wait(self, growing: Pending, first: bool = False) -> None:
+        """Wait until a growth is done, or for its first level alone."""
 
 
 def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Proposal]:

@@ -24,10 +24,10 @@ class StageLine(Protocol):
         """
 
     def rest(self) -> bool:
-        """Wait for a moment after a tick from which no row came, so that a late level may enter with the next one.
+        """Wait for a moment after a tick, so that a late level may enter with the next one.
 
         Returns:
-            False: the tick is over, and nobody has waited.
+            False: it has been waited for long enough.
         """
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:

@@ -13,6 +13,7 @@ Source: SpecPipe, section 3.3 and algorithm 1.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,7 @@ from .base import ForwardState, LayerCache
 from .decoder import Decoder
 from .packing import RowPacker
 
+LOOK_S = 1e-4  # between two looks for a late level
 TEXT = -1  # in place of a node: a token of the text
 
 
@@ -253,17 +255,24 @@ class StagesInTurn:
         self.stages, self.count = stages, len(stages)
         self.layers = stages[-1].stop
         self._held: list[Frame | None] = [None] * self.count
+        self._rest_s = 0.0  # that a late level may still be waited for
 
     def tick(self, entering: Frame | None) -> Frame | None:
         """Implement `model.stage_line.StageLine`."""
+        began = time.perf_counter()
         self._held[0] = entering
         done = self.compute(self._held)
         self._held = [None, *done[:-1]]
+        self._rest_s = time.perf_counter() - began
         return done[-1]
 
     def rest(self) -> bool:
-        """Implement `model.stage_line.StageLine`."""
-        return False
+        """Implement `model.stage_line.StageLine`; waits as long again as the tick took."""
+        self._rest_s -= LOOK_S
+        if self._rest_s <= 0:
+            return False
+        time.sleep(LOOK_S)
+        return True
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
         """Return what each stage makes of what it holds."""

@@ -239,10 +239,10 @@ class RemoteSessions:
         while self._growing and self._take(0):
             pass
 
-    def wait(self, growing: Pending) -> None:
-        """Wait until a growth is done, a level at a time; look after the worker meanwhile, which may hang."""
+    def wait(self, growing: Pending, first: bool = False) -> None:
+        """Wait for a growth, or for its first level alone; look after the worker meanwhile, which may hang."""
         waited = 0.0
-        while not growing.done:
+        while not (growing.done or (first and growing.levels)):
             if self._take(min(LOOK_S, self._patience_s)):
                 waited = 0.0
                 continue

@@ -30,7 +30,7 @@ from .wire import Codec, Line, connected, listening
 from .workers import Workers
 
 RANKS_S = 2.0  # a stage of ranks is waited for so much longer: it is to name one that hangs first, and end it
-RECENT = 16  # frames whose time from stage to stage counts
+RECENT = 16  # frames whose time in a stage counts
 FIRST_S = 0.05  # in its place, before the first one
 LOOKS = 8  # for a late level, in a tick
 
@@ -40,7 +40,6 @@ class Sent:
     """A frame in flight."""
 
     frame: Frame
-    at: float  # when it was sent
     rows: int  # the most of a frame that was in flight then: it may have to wait for that one
 
 
@@ -56,29 +55,27 @@ class InFlight:
         self._hops = count - 1
         self._now = now
         self._sent: deque[Sent | None] = deque([None] * self._hops)
-        self._took: deque[float] = deque(maxlen=RECENT)  # from stage to stage
+        self._took: deque[float] = deque(maxlen=RECENT)  # a frame in its slowest stage
         self._began = 0.0  # the tick
 
     def tick(self, entering: Frame | None) -> Sent | None:
         """Begin a tick with what enters now, or nothing; return what the last stage has in it."""
         self._began = self._now()
         rows = max((sent.rows for sent in self._sent if sent is not None), default=1)
-        self._sent.append(None if entering is None else Sent(entering, self._began, max(entering.rows, rows)))
+        self._sent.append(None if entering is None else Sent(entering, max(entering.rows, rows)))
         return self._sent.popleft()
 
-    def came(self, sent: Sent) -> None:
-        """Note that the last stage has it."""
-        self._took.append((self._now() - sent.at) / self._hops)
+    def came(self, seconds: float) -> None:
+        """Note that the last stage has a frame, and how long the slowest of the others worked on it."""
+        self._took.append(seconds)
 
     def rest_s(self) -> float:
-        """Return the seconds until a late level is looked for again; 0: the tick is over, or no frame is in flight.
+        """Return the seconds until a late level is looked for again; 0: it has been waited for long enough.
 
-        A tick lasts as long as frames take from stage to stage.
+        Of two stages a token takes two ticks without drafts and one with them, so a level is worth one more tick.
         """
-        if not any(self._sent):
-            return 0.0
-        hop = median(self._took) if self._took else FIRST_S
-        return max(0.0, min(hop / LOOKS, self._began + hop - self._now()))
+        tick = median(self._took) if self._took else FIRST_S
+        return max(0.0, min(tick / LOOKS, self._began + 2 * tick - self._now()))
 
 
 class StageWorkers(Workers):
@@ -155,7 +152,7 @@ class StageWorkers(Workers):
             waited = time.monotonic() - began
             if waited > self._limit.seconds(due.rows) + self._ranks_s:
                 self._too_late(due.rows, waited)
-        self._in_flight.came(due)
+        self._in_flight.came(message.seconds)
         self._limit.note(due.rows, max(time.monotonic() - began, message.seconds * len(self.workers)))
         return replace(frame_of(message, self.last.decoder.device), ended=due.frame.ended)
 

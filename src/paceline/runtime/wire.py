@@ -143,6 +143,7 @@ class Line:
         sockets = [(line.socket, zmq.POLLIN) for line in (self, beside) if line is not None]
         until, ready = perf_counter() + SPIN_S, list[Any]()
         while (timeout is None or timeout > SPIN_S) and not ready and perf_counter() < until:
+            os.sched_yield()  # to whoever computes: the cores may be fewer than those that wait
             ready = zmq.zmq_poll(sockets, 0)
         return self.socket in dict(ready or zmq.zmq_poll(sockets, _ms(timeout)))
 

@@ -104,12 +104,13 @@ class Late(LocalSessions):
         self.growth.done = self.left < 0
 
 
-def test_a_source_that_is_late_costs_ticks_and_no_token() -> None:
+def test_a_source_that_is_late_costs_ticks_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, counts = [(PROMPTS[1], GREEDY)], []
     for late in (0, 1, 2, 9):
         engine, round_, ticks = piped(drafter(0.0), 4)
         assert round_.source is not None
         round_.source.sessions = Late(round_.source.sessions.inner, late)  # type: ignore[attr-defined]
+        monkeypatch.setattr(round_.stage_line, "rest", lambda: False)  # by ticks, not by time
         assert ids(run(engine, jobs)) == plain(jobs)
         assert any(tick.waits for tick in ticks) == (late > 0)
         counts.append(len(ticks))
@@ -137,7 +138,7 @@ def test_a_level_that_is_waited_for_keeps_its_room(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(line, "rest", lambda: bool(looks and looks.pop()))
     assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
     assert sum(ahead) / len(ahead) > 1.2  # levels in flight beyond the root
-    assert len(ticks) <= 84 and sum(one.late for one in ticks) < 10
+    assert len(ticks) <= 84 and sum(one.late for one in ticks) < 15
 
 
 def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:

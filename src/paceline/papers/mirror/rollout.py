@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import ClassVar
 
 from ...draft.sessions import ROOT, Ask, AsyncSessions, NewNodes, Pending
 
@@ -65,8 +64,6 @@ class Rollout:
         sessions: of the drafter.
         vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
     """
-
-    spin_s: ClassVar[float] = 0.05  # how long the first level is looked for without sleep; after that it is waited for
 
     def __init__(self, sessions: AsyncSessions, vocab_size: int) -> None:
         self.sessions, self._vocab = sessions, vocab_size
@@ -130,14 +127,11 @@ class Rollout:
 
     def _look(self, outcomes: Iterable[Outcome]) -> None:
         """Take what came, and at least the nodes of what was emitted."""
-        until = perf_counter() + self.spin_s
-        while True:
-            self.sessions.look()
+        self.sessions.look()
+        self._take()
+        if self._growing is not None and self._owes(outcomes):
+            self.sessions.wait(self._growing, first=True)
             self._take()
-            if not self._owes(outcomes):
-                return
-            if perf_counter() >= until:
-                return self._end()
 
     def _go_on(self, outcomes: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
         """Move the drafter on to the verdict, all branches of which it keeps or drops (section 3.1)."""

@@ -74,6 +74,7 @@ class PipelineRound:
         self._fresh = self._epoch = 0
         self._turn = 0  # the first where not all have room in a tick
         self._verdicts: list[Cut] = []  # of the tick
+        self._came: Mapping[int, abc.Sequence[Offer]] = {}  # in the tick, by sequence
         self._added = 0, 0  # refills and late siblings of the tick
         self._tick_count = 0
         self._ticks = 0  # since the last frame that has rows entered
@@ -159,13 +160,17 @@ class PipelineRound:
         self._asked(self._ask)
         self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
         out = self.stage_line.tick(frame)
+        # Take the level before the verdict, which cancels growths that the source has not begun.
+        drafts = self._guard is not None and self._guard.there
+        came = drafts and self._asked(self._take)
+        while drafts and not came and self.stage_line.rest():
+            came = self._asked(self._take)
         emitted, hits = self._decide(out)
-        waits = self._guard is not None and self._guard.there and not self._asked(self._take)
-        while waits and (out is None or not out.rows) and self.stage_line.rest():
-            waits = not self._asked(self._take)
+        if came and self._guard is not None and self._guard.there:
+            self._extend(self._came)
         verdicts, self._verdicts = self._verdicts, []
         added, self._added = self._added, (0, 0)
-        return Tick(emitted, 0 if frame is None else frame.rows, hits, waits, verdicts, *added)
+        return Tick(emitted, 0 if frame is None else frame.rows, hits, drafts and not came, verdicts, *added)
 
     def _frame(self) -> Frame | None:
         """Return what enters now: text that waits, and a level of each tree."""
@@ -329,12 +334,9 @@ class PipelineRound:
         source.ask({one.sequence.key: (one.flight, one.farthest) for one in running if one.flight is not None})
 
     def _take(self, source: Source) -> bool:
-        """Append the level that came. False: it is late, and its room stays free."""
-        came = source.take()
-        if source.owes:
-            return False
-        self._extend(came)
-        return True
+        """Take the requested level. False: it is late, and its room stays free."""
+        self._came = source.take()
+        return not source.owes
 
     def _extend(self, came: Mapping[int, abc.Sequence[Offer]]) -> None:
         """Append to every tree what came for it, and where there is room what earlier levels had no room for."""
