@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline import LLM, SamplingParams
-from paceline.draft import Drafter, DrafterConfig, DrafterSpec, Proposal, option, register
+from paceline.draft import Drafter, DrafterConfig, DrafterSpec, TokenTree, option, register
 
 
 @register
@@ -38,7 +38,7 @@ class Follower(Drafter):
 
     def draft(self, want):
         chains = [self.chain(seq.tokens, min(self.depth, budget, depth)) for seq, budget, depth in want.rows()]
-        return [Proposal.chain(chain, chance=0.5) for chain in chains]
+        return [TokenTree.chain(chain, chance=0.5) for chain in chains]
 
     def chain(self, tokens, length):
         text = list(tokens[-self.order :])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline import LLM, SamplingParams
-from paceline.draft import Drafter, DrafterConfig, DrafterSpec, Proposal, option, register
+from paceline.draft import Drafter, DrafterConfig, DrafterSpec, TokenTree, option, register
 from paceline.train.data import Encoder, Mixture, SourceSpec, load_source
 from paceline.train.network import Network
 from paceline.weights import zoo
@@ -50,7 +50,7 @@ class Head(Drafter):
 
     @torch.inference_mode()
     def draft(self, want):
-        drafts = [Proposal() for _ in want.sequences]
+        drafts = [TokenTree() for _ in want.sequences]
         for draft, (seq, budget, depth) in zip(drafts, want.rows(), strict=True):
             state, after = self.last.get(seq.key, (None, -1))
             if min(budget, depth) > 0 and after == len(seq.tokens) - 1:  # of the token before the root

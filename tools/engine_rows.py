@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline import LLM, SamplingParams, kernels
 from paceline.api.assembly.memory import kv_layout
-from paceline.draft.proposal import Proposal
+from paceline.core.tree import TokenTree
 from paceline.engine.budget import FixedBudget
 from paceline.engine.calibration import PassTimer
 
@@ -46,9 +46,9 @@ def main() -> None:
             passes.setdefault(len(rows.tokens), []).append((perf_counter() - began) * 1e3)
         return result
 
-    def wrong(request: Any) -> list[Proposal]:
+    def wrong(request: Any) -> list[TokenTree]:
         limits = zip(request.budgets, request.max_depths, strict=True)
-        return [Proposal.chain([7 + i for i in range(min(limit))], 0.9) for limit in limits]
+        return [TokenTree.chain([7 + i for i in range(min(limit))], 0.9) for limit in limits]
 
     drafter.draft = wrong
     rng, highest = random.Random(3), min(llm.decoder.config.vocab_size, 30_000)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.sequence import Sequence
+from paceline.core.tree import TokenTree
 from paceline.draft.base import Levels
 from paceline.engine.passes import Pass
-from paceline.papers.mirror.rollout import Branch, Chain, Outcome, Rollout
+from paceline.papers.mirror.rollout import Branch, Outcome, Rollout
 from paceline.papers.mirror.round import MirrorRound
 
 MARKS = "began", "drafted", "halfway", "prepared", "started", "checked", "emitted", "ended"  # moments of a step
@@ -72,7 +73,7 @@ def watch(
     watched: Any = round_
     marks: dict[str, float] = {}
     results: dict[str, Any] = {}  # by method: what it returned last
-    windows: dict[int, Chain] = {}  # of the step
+    windows: dict[int, TokenTree] = {}  # of the step
 
     def around(name: str, before: str = "", after: str = "") -> None:
         """Note when a method of the step begins and ends, and what it returns."""
@@ -143,7 +144,7 @@ def _times(
     )
 
 
-def _verdicts(p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Levels]) -> list[WindowVerdict]:
+def _verdicts(p: Pass, windows: Mapping[int, TokenTree], messages: Mapping[int, Levels]) -> list[WindowVerdict]:
     """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
     found = []
     for i in p.generating:

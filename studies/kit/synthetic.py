@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from paceline.core.sequence import Sequence
+from paceline.core.tree import TokenTree
 from paceline.draft.base import DrafterSpec
-from paceline.draft.proposal import Proposal
 from paceline.draft.registry import DrafterConfig, DrafterContext, option, register
 from paceline.draft.text_sessions import LookUp
 
@@ -66,14 +66,14 @@ class SyntheticDrafter(LookUp):
         super().bind(target, max_sequences, pool_tokens, device)
         self._vocab_size = target.vocab_size
 
-    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> TokenTree:
         """Propose the recorded tokens, or wrong ones in their places."""
         depth, following = min(self.config.depth, max_depth, budget), self._following(seq, ())
         tokens = []
         for level, token in enumerate(following[: max(0, depth)]):
             uniform, offset = self._draw(seq, len(seq.tokens) + level, level + 1)
             tokens.append(token if uniform < self.config.accept else self._wrong(token, offset))
-        return Proposal.chain(tokens, max(self.config.accept, _NEVER)) if tokens else Proposal()
+        return TokenTree.chain(tokens, max(self.config.accept, _NEVER)) if tokens else TokenTree()
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return the recorded token, or a wrong one in its place, then other wrong ones.

@@ -173,19 +173,19 @@ def drafts_of(ask: LyannaFlags, methods: Mapping[str, Method]) -> dict[str, list
 def watched(llm: LLM, read: Read) -> list[list[float]]:
     """Rows of `PARTS` in ms, which grow with every whole draft of an engine but the first of an answer."""
     guard: Any = llm.engine.round.guard  # type: ignore[attr-defined]
-    inner, rows = guard.propose, list[list[float]]()
+    inner, rows = guard.draft, list[list[float]]()
 
-    def propose(drafting: Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
+    def draft(drafting: Sequence[Work], rule: DraftRule | None = None) -> list[TokenTree]:
         before, began = read(), perf_counter()
-        tree: TokenTree | None = inner(drafting, rule)
+        trees: list[TokenTree] = inner(drafting, rule)
         whole = 1e3 * (perf_counter() - began)
         parts = [now - then for now, then in zip(read(), before, strict=True)]
         views = [work.sequence for work in drafting if work.max_depth >= STEPS]
         if any(len(view.tokens) > view.prompt_len + 1 for view in views):
             rows.append([*parts, whole - sum(parts)])
-        return tree
+        return trees
 
-    guard.propose = propose
+    guard.draft = draft
     return rows
 
 

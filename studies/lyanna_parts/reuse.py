@@ -82,19 +82,19 @@ def watched(llm: LLM) -> tuple[Any, ReuseCounts]:
     A tree counts where another one follows it in its text: what came of the last one of an answer is not looked at.
     """
     drafter: Any = llm.engine.round.guard.drafter  # type: ignore[attr-defined]
-    inner, tally, waiting = drafter.propose, ReuseCounts(), dict[int, Proposed]()
+    inner, tally, waiting = drafter.draft, ReuseCounts(), dict[int, Proposed]()
 
-    def propose(want: DraftRequest) -> TokenTree:
+    def draft(want: DraftRequest) -> list[TokenTree]:
         for view in want.sequences:
             last = waiting.pop(view.key, None)
             if last is not None and len(view.tokens) > last.length:
                 tally.add(last, view)
-        tree: TokenTree = inner(want)
-        for b, view in enumerate(want.sequences):
-            waiting[view.key] = Proposed(len(view.tokens), tree.tokens[b], tree.parents[b], tree.sources[b])
-        return tree
+        trees: list[TokenTree] = inner(want)
+        for view, tree in zip(want.sequences, trees, strict=True):
+            waiting[view.key] = Proposed(len(view.tokens), [-1, *tree.tokens], [-1, *tree.parents], [0, *tree.marks])
+        return trees
 
-    drafter.propose = propose
+    drafter.draft = draft
     return drafter, tally
 
 
@@ -105,7 +105,7 @@ def tally_of(ask: LyannaFlags, llm: LLM, task: str) -> ReuseCounts:
     workload = workloads.load(workload_of(task), folder=ask.data, limit=ask.prompts, seed=ask.seed)
     prompts, most, _ = encoded_prompts(llm, workload, ask.max_new_tokens)
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(temperature=0, max_tokens=most))
-    del drafter.propose
+    del drafter.draft
     found.states, found.reused = drafter.states_drafted - before[0], drafter.states_reused - before[1]
     return found
 

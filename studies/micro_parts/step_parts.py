@@ -38,7 +38,7 @@ FUNCTIONS = {
 METHODS = {
     "schedule": ("scheduler.schedule",),
     "budget": ("budget.plan", "budget.observe"),
-    "propose": ("round.guard.propose", "round.sessions.grow"),
+    "propose": ("round.guard.draft", "round.sessions.grow"),
     "passes": ("round.target.run_layers",),
     "emit": ("round.emitter.emit",),
     "observe": ("round.guard.observe",),

@@ -22,9 +22,10 @@ from mirror_parts.common import Heard, MirrorFlags, drafter_of, listen, mirror_o
 from mirror_parts.latency import MirrorStep
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
+from paceline.core.tree import TokenTree
 from paceline.draft.local_sessions import LocalSessions
 from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
-from paceline.papers.mirror.rollout import Branch, Chain, Rollout
+from paceline.papers.mirror.rollout import Branch, Rollout
 from paceline.runtime.placement import cores, pin
 
 SECONDS = 4.0  # that parts are measured for, at least
@@ -259,7 +260,7 @@ class Driven:
 
     def __init__(self, sessions: Any, vocab: int, gamma: int) -> None:
         self.sessions, self.vocab, self.gamma = sessions, vocab, gamma
-        self.window, self.tokens = Chain(), count()
+        self.window, self.tokens = TokenTree(), count()
         self.steps, self.rest_ms = 0, 50.0
 
     def open(self, tokens: Sequence[int]) -> None:
@@ -281,7 +282,7 @@ class Driven:
         said = (self.KEY, best.place, best.token if self.steps % 2 else -1)
         reused: dict[Any, Any] = {}
         verdict = _ms(lambda: reused.update(rollout.finish({said: [1] * (best.place + 1)}, [])))
-        self.window = reused[said].chain if reused else Chain()
+        self.window = reused[said].chain if reused else TokenTree()
         self.steps, self.rest_ms = self.steps + 1, 1.5 * rollout.ms + 2
         yield {"send": sent, "draft": rollout.ms - sent, "verdict": verdict}
 
@@ -292,9 +293,9 @@ class Driven:
         self.window = rollout.fresh[self.KEY].chain
 
     def _rollout(self, shape: Shape) -> tuple[Rollout, list[Branch]]:
-        rollout, most = Rollout(self.sessions, self.vocab), len(self.window)
+        rollout, nodes = Rollout(self.sessions, self.vocab), [ROOT, *self.window.numbers]
         given = [
-            Branch(self.KEY, self.window.behind(min(place, most)), levels, next(self.tokens) % self.vocab, place)
+            Branch(self.KEY, nodes[min(place, len(nodes) - 1)], levels, next(self.tokens) % self.vocab, place)
             for place, levels in shape
         ]
         rollout.prepare(given)

@@ -118,26 +118,26 @@ def slow(llm: LLM, level_ms: float) -> None:
 
         sessions.grow = grown
         return
-    propose, pace = drafter.propose, Pace(RealClock(), lambda levels: levels * level_ms / 1e3)
+    draft, pace = drafter.draft, Pace(RealClock(), lambda levels: levels * level_ms / 1e3)
 
     def paced(want: Any) -> Any:
         with pace.work(min(max(want.budgets), max(want.max_depths))):
-            return propose(want)
+            return draft(want)
 
-    drafter.propose = paced
+    drafter.draft = paced
 
 
 def counted(drafter: Any) -> list[int]:
     """The tokens wanted of each window that serial speculation has drafted from now on."""
-    propose, windows = drafter.propose, list[int]()
+    draft, windows = drafter.draft, list[int]()
 
     def noted(want: Any) -> Any:
         wanted = max(map(min, want.budgets, want.max_depths))
         if wanted > 0:
             windows.append(wanted)
-        return propose(want)
+        return draft(want)
 
-    drafter.propose = noted
+    drafter.draft = noted
     return windows
 
 

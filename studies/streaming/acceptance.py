@@ -120,15 +120,14 @@ class Distance:
             p: [N, V] the target's distribution after each node.
         """
         known, few = condensed(tokens, p)
-        drafts = [[*rows] for rows in (known[1:], parents[1:], scores[1:])]
-        own, above, log_q = ([row] * self.draws for row in drafts)
-        trees = TokenTree.from_parents([REST] * self.draws, above, own, log_score=log_q)
+        tree = TokenTree([*known[1:]], [*parents[1:]], [*scores[1:]])
+        trees = [tree] * self.draws
         many = few.expand(self.draws, -1, -1)
         uniform = torch.rand(many.shape[:2], generator=self.noise, dtype=torch.float64)
         noise = -torch.empty(self.draws, few.shape[1], dtype=few.dtype).exponential_(generator=self.noise).log()
         lossy = lossy_stream_rejection(trees, many, uniform, lambda b, node: noise[b])
         chosen = torch.multinomial(few, self.draws, replacement=True, generator=self.noise).T.tolist()
-        for mean, verdicts in ((self.lossy, lossy), (self.exact, [*map(walk, trees.tokens, trees.parents, chosen)])):
+        for mean, verdicts in ((self.lossy, lossy), (self.exact, [*map(walk, trees, chosen)])):
             weight, distance = variation(known, parents, few, verdicts)
             mean.total += weight * distance
             mean.tokens += weight
@@ -180,14 +179,13 @@ def distances_of(ask: StreamingFlags, trained: TrainedSet, method: Method) -> di
     guard = llm.engine.round.guard  # type: ignore[attr-defined]
     verify = guard.verifier.verify
 
-    def watched(sequences: abc.Sequence[Sequence], tree: TokenTree, logits: Tensor) -> list[Accepted]:
-        start = 0
-        for b, (sequence, count) in enumerate(zip(sequences, tree.counts, strict=True)):
-            if count > 1 and tree.scores is not None:
-                p = sequence.sampler.probs(logits[start : start + count], tree.path_tokens(b))
-                found[task].add(tree.tokens[b], tree.parents[b], tree.scores[b], p)
-            start += count
-        return verify(sequences, tree, logits)
+    def watched(sequences: abc.Sequence[Sequence], trees: abc.Sequence[TokenTree], logits: Tensor) -> list[Accepted]:
+        rows = logits.split([1 + len(tree) for tree in trees])
+        for sequence, tree, own in zip(sequences, trees, rows, strict=True):
+            if len(tree):
+                p = sequence.sampler.probs(own, tree.path_tokens())
+                found[task].add([-1, *tree.tokens], [-1, *tree.parents], [0.0, *tree.scores], p)
+        return verify(sequences, trees, logits)
 
     guard.verifier = replace(guard.verifier, verify=watched)
     params = SamplingParams(temperature=1.0, seed=ask.seed, max_tokens=ask.max_new_tokens or 64)

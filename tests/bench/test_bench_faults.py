@@ -99,13 +99,13 @@ class OneWrongToken:
         assert not self.armed, "the fault never came to pass"
         return trial
 
-    def verify(self, sequences: Any, tree: TokenTree, logits: torch.Tensor) -> list[Accepted]:
-        outcome = match(sequences, tree, logits)
-        refused = not outcome[0][0] and tree.counts[0] > 1
+    def verify(self, sequences: Any, trees: list[TokenTree], logits: torch.Tensor) -> list[Accepted]:
+        outcome = match(sequences, trees, logits)
+        refused = not outcome[0][0] and len(trees[0]) > 0
         if not (self.armed and refused and len(sequences[0].sampler.output_ids) > 1):
             return outcome
         self.armed = False
-        return [([1], choices(sequences, tree, logits)[0][1]), *outcome[1:]]
+        return [([1], choices(sequences, trees, logits)[0][1]), *outcome[1:]]
 
 
 @pytest.fixture

@@ -93,30 +93,26 @@ def test_ids_are_those_of_plain_decoding_in_fewer_passes(kind: str) -> None:
 def test_proposals_are_trees_within_budget_and_depth(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = drafting(kind, budget=5)
     drafter, sizes = llm.engine.round.drafter, set()
-    propose, release = drafter.propose, drafter.release
+    draft, release = drafter.draft, drafter.release
     open_keys: set[int] = set()
 
-    def checked(want: DraftRequest) -> TokenTree:
-        tree = propose(want)
-        tree.check()
-        for b, (view, budget, deepest) in enumerate(want.rows()):
+    def checked(want: DraftRequest) -> list[TokenTree]:
+        trees = draft(want)
+        for tree, (view, budget, deepest) in zip(trees, want.rows(), strict=True):
+            tree.check()
             open_keys.add(view.key)
-            depths = [0]
-            for parent in tree.parents[b][1:]:
-                depths.append(depths[parent] + 1)
-            assert tree.counts[b] - 1 <= budget and max(depths) <= deepest
-            assert tree.tokens[b][0] == view.tokens[-1]
-            siblings = [*zip(tree.parents[b], tree.tokens[b], strict=True)]
+            assert len(tree) <= budget and tree.depth <= deepest
+            siblings = [*zip(tree.parents, tree.tokens, strict=True)]
             assert len({*siblings}) == len(siblings)
-            assert all(0 <= token < plain().decoder.config.vocab_size for token in tree.tokens[b])
-            sizes.add(tree.counts[b] - 1)
-        return tree
+            assert all(0 <= token < plain().decoder.config.vocab_size for token in tree.tokens)
+            sizes.add(len(tree))
+        return trees
 
     def closed(keys: Sequence[int]) -> None:
         open_keys.difference_update(keys)
         release(keys)
 
-    monkeypatch.setattr(drafter, "propose", checked)
+    monkeypatch.setattr(drafter, "draft", checked)
     monkeypatch.setattr(drafter, "release", closed)
     same(answers(llm, kind, params(kind, max_tokens=30)), reference(params(kind, max_tokens=30)))
     assert max(sizes) > 0 and not open_keys

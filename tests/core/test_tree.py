@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.tree import PADDING, TokenTree
+from paceline.core.tree import TokenTree
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -18,27 +18,21 @@ VOCAB = 4  # small, so that duplicate children occur
 
 
 @st.composite
-def trees(draw, max_batch: int = 3, max_nodes: int = 9, scored: bool = False) -> TokenTree:
-    """A ragged batch of random trees; duplicate children and bare roots included."""
-    batch = draw(st.integers(1, max_batch))
-    parents, tokens, scores = [], [], []
-    for _ in range(batch):
-        count = draw(st.integers(0, max_nodes))
-        parents.append([draw(st.integers(0, i)) for i in range(count)])
-        tokens.append(draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count)))
-        scores.append(draw(st.lists(st.integers(-5, 0).map(float), min_size=count, max_size=count)))
-    roots = draw(st.lists(st.integers(0, VOCAB - 1), min_size=batch, max_size=batch))
-    source = [[i % 7 for i in range(len(row))] for row in tokens]
-    return TokenTree.from_parents(roots, parents, tokens, source, scores if scored else None)
+def trees(draw, max_nodes: int = 9) -> TokenTree:
+    """A random tree; duplicate children and the bare root included."""
+    count = draw(st.integers(0, max_nodes))
+    tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count))
+    scores = draw(st.lists(st.integers(-5, 0).map(float), min_size=count, max_size=count))
+    return TokenTree(tokens, [draw(st.integers(0, i)) for i in range(count)], scores, [i % 7 for i in range(count)])
 
 
-def paths_of(tree: TokenTree, b: int) -> list[list[int]]:
+def paths_of(tree: TokenTree) -> list[list[int]]:
     """Nodes from the root to each node, found by following parents one by one."""
     found = []
-    for node in range(tree.counts[b]):
+    for node in range(len(tree) + 1):
         path = [node]
-        while tree.parents[b][path[0]] != PADDING:
-            path.insert(0, tree.parents[b][path[0]])
+        while path[0]:
+            path.insert(0, tree.parents[path[0] - 1])
         found.append(path)
     return found
 
@@ -47,51 +41,42 @@ def paths_of(tree: TokenTree, b: int) -> list[list[int]]:
 @given(trees())
 def test_views_agree_with_following_parents(tree):
     tree.check()
-    for b in range(len(tree.counts)):
-        paths, tokens, mask = paths_of(tree, b), tree.path_tokens(b).tolist(), tree.ancestor_mask(b)
-        assert tree.depths()[b] == [len(path) - 1 for path in paths]
-        for node, path in enumerate(paths):
-            assert [t for t in tokens[node] if t >= 0] == [tree.tokens[b][n] for n in path[1:]]
-            assert mask[node].nonzero().flatten().tolist() == path
-    chains = [row == [*range(-1, len(row) - 1)] for row in tree.parents]
-    assert tree.is_chain == all(chains)
+    paths, tokens, mask = paths_of(tree), tree.path_tokens().tolist(), tree.ancestor_mask()
+    assert tree.depths() == [len(path) - 1 for path in paths] and tree.depth == max(tree.depths())
+    for node, path in enumerate(paths):
+        assert [t for t in tokens[node] if t >= 0] == [tree.tokens[n - 1] for n in path[1:]]
+        assert mask[node].nonzero().flatten().tolist() == path and tree.path(node) == path[1:]
+    assert tree.is_chain == (tree.parents == [*range(len(tree))])
 
 
 @quick
-@given(trees(scored=True), st.data())
+@given(trees(), st.data())
 def test_kept_nodes_keep_their_paths_sources_and_scores(tree, data):
-    nodes = []
-    for b, count in enumerate(tree.counts):
-        picked = {n for n in range(count) if data.draw(st.booleans())}
-        nodes.append(sorted({0}.union(*(paths_of(tree, b)[n] for n in picked))))
-    cut = tree.subset(nodes)
-    replace(cut, checked=False).check()
-    for b, own in enumerate(nodes):
-        before, after = paths_of(tree, b), paths_of(cut, b)
-        for new, old in enumerate(own):
-            assert [cut.tokens[b][n] for n in after[new]] == [tree.tokens[b][n] for n in before[old]]
-            assert (cut.sources[b][new], cut.scores[b][new]) == (tree.sources[b][old], tree.scores[b][old])
-    sampled = replace(tree, q=torch.ones(len(tree.counts), max(tree.counts), VOCAB))
-    assert sampled.subset([range(count) for count in tree.counts]).q is None
+    paths = paths_of(tree)
+    own = sorted({n for path in paths if data.draw(st.booleans()) for n in path if n})
+    cut = replace(tree, q={0: torch.ones(VOCAB)}).subset(own)
+    cut.check()
+    for after, old in zip(paths_of(cut)[1:], own, strict=True):
+        assert [cut.tokens[n - 1] for n in after[1:]] == [tree.tokens[n - 1] for n in paths[old][1:]]
+        assert cut.sources[after[-1] - 1] == tree.sources[old - 1] and cut.score(after[-1]) == tree.score(old)
+    assert not cut.q
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        {"parents": [[-1, 0, 2]]},
-        {"parents": [[-1, 0, -1]]},
-        {"parents": [[0, 0, 0]]},
-        {"tokens": [[1, 2]]},
-        {"sources": [[0, 0]]},
-        {"counts": [2]},
-        {"scores": [[0.0, 1.0, float("nan")]]},
-        {"scores": [[0.0, 1.0]]},
-        {"tokens": [[]], "parents": [[]], "sources": [[]], "counts": [0]},
+        {"parents": [0, 2]},
+        {"parents": [0, -1]},
+        {"parents": [1, 0]},
+        {"tokens": [1]},
+        {"sources": [0]},
+        {"scores": [0.0, float("nan")]},
+        {"scores": [0.0]},
     ],
     ids=str,
 )
 def test_check_finds_each_broken_invariant(broken):
-    right = TokenTree([[1, 2, 3]], [[-1, 0, 0]], [[0, 0, 0]], [3])
+    right = TokenTree([1, 2], [0, 0])
     right.check()
     with pytest.raises(ConfigError):
-        replace(right, checked=False, **broken).check()
+        replace(right, **broken).check()

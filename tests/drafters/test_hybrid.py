@@ -14,8 +14,8 @@ from kits.tiny import LOOKUP, MODEL, assemble, hybrid, run, tiny_config, tiny_de
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
+from paceline.core.tree import TokenTree
 from paceline.draft.hybrid import Hybrid, HybridConfig
-from paceline.draft.proposal import Proposal
 
 SUFFIX, DRAFT = 0, 1
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,16 +45,15 @@ def test_parts_that_are_none_are_refused(parts: str, said: str) -> None:
 def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:
     drafter = bound(hybrid())
     sure = view(REPEATED * 4, 1)
-    tree = drafter.propose(want([sure, view([*range(40)], 2)]))
-    assert {*tree.sources[0][1 : tree.counts[0]]} == {SUFFIX}
-    assert DRAFT in tree.sources[1][1 : tree.counts[1]]
+    first, second = drafter.draft(want([sure, view([*range(40)], 2)]))
+    assert {*first.sources} == {SUFFIX} and DRAFT in second.sources
 
 
 @given(proposals(), proposals(), st.integers(0, 14))
 @settings(max_examples=150, deadline=None)
-def test_merged_trees_keep_the_best_of_both_and_say_whose_it_is(first: Proposal, second: Proposal, budget: int) -> None:
+def test_merged_trees_keep_the_best_and_say_whose_it_is(first: TokenTree, second: TokenTree, budget: int) -> None:
     ours, theirs = paths(first), paths(second)
-    draft = Proposal()
+    draft = TokenTree()
     for source, found in enumerate((first, second)):
         draft.graft(found, source)
     whole = paths(draft)

@@ -129,7 +129,7 @@ def by_hand(stage: Stage, index: int, path: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("sinks", [0, 1, 3])
 def test_a_pass_sees_the_view_at_its_own_positions(changes: dict[str, Any], sinks: int) -> None:
     stage = Stage(tiny_decoder(whole(**changes)), sinks=sinks)
-    tree = stage.drafter.propose(stage.want())
+    tree = stage.drafter.draft(stage.want())
     for b in range(len(LENGTHS)):
         found = paths_of(tree, b)
         assert max(map(len, found)) == 4
@@ -152,7 +152,7 @@ def test_the_targets_k_v_is_left_alone() -> None:
     own = torch.cat([torch.as_tensor(range(1024))[c.slots(0, c.committed)] for c in stage.caches])
     kv = stage.pool.tensors
     before = kv.all_k[:, :, own].clone(), kv.all_v[:, :, own].clone()
-    stage.drafter.propose(stage.want())
+    stage.drafter.draft(stage.want())
     assert torch.equal(kv.all_k[:, :, own], before[0]) and torch.equal(kv.all_v[:, :, own], before[1])
     stage.drafter.release([0, 1, 99])
 
@@ -178,12 +178,10 @@ def test_compiled_drafts_are_those_of_the_long_way(
         if not compiled:
             monkeypatch.setattr("paceline.draft.magicdec.compiles", lambda *_: False)
         with patch("paceline.draft.magicdec.roll", side_effect=roll) as rolled:
-            trees.append(stage.drafter.propose(stage.want()))
+            trees.append(stage.drafter.draft(stage.want()))
         assert rolled.called == compiled
-    assert trees[0].tokens == trees[1].tokens
-    assert trees[0].scores is not None and trees[1].scores is not None
-    for fast, slow in zip(trees[0].scores, trees[1].scores, strict=True):
-        assert fast == pytest.approx(slow, abs=1e-4)
+    for fast, slow in zip(*trees, strict=True):
+        assert fast.tokens == slow.tokens and fast.scores == pytest.approx(slow.scores, abs=1e-4)
     for made, expected in zip(
         (*stages[0].pool.k, *stages[0].pool.v), (*stages[1].pool.k, *stages[1].pool.v), strict=True
     ):

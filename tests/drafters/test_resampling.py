@@ -123,26 +123,26 @@ def test_levels_behind_a_rejection_are_used_once_more(name: str, form: str, rule
 
         first = draw(seed)
         tell(seen, said(first))
-        assert {*drafter.propose(want([seen])).sources[0][1:]} == {FRESH}
+        assert {*drafter.draft(want([seen]))[0].marks} == {FRESH}
         seen.tokens += text(accepted + 1, seed)
         second = draw(seed + 1000)
         second[: max(0, LEVELS - accepted - 1)] += first[accepted + 1 :]  # the same places, better known now
         tell(seen, said(second))
         tell_plain(seen, said(second))
-        tree = drafter.propose(want([seen], budget))
+        [tree] = drafter.draft(want([seen], budget))
         tree.check()
-        marks = dict(zip(paths_of(tree), tree.sources[0][1:], strict=True))
+        marks = dict(zip(paths(tree), tree.marks, strict=True))
         assert len(marks) <= budget
         left = first[accepted + 1 :]
         room = {"top": max(0, min(5, budget - 10)), "equal": max(0, min(5, budget - 5)), "alone": min(5, budget)}[form]
         room = room if len(left) > threshold else 0
         again = likeliest(by_hand(seen, left[:room], coupled), room) if room else {}
         own = 0 if form == "alone" and room else min(10, budget) - (room if form == "equal" else 0)
-        fresh = paths_of(plain.propose(want([seen], own)))
+        fresh = paths_of(plain.draft(want([seen], own)))
         assert {path for path, mark in marks.items() if mark == FRESH} == fresh.keys()
         assert {path for path, mark in marks.items() if mark == AGAIN} == again.keys() - fresh.keys()
         if form == "alone" and room:
-            assert paths_of(tree) == pytest.approx(again)
+            assert paths(tree) == pytest.approx(again)
             assert drafter._resampling._drafted == {}  # not a third time
         else:
             assert 1 in drafter._resampling._drafted
@@ -184,16 +184,15 @@ def test_levels_in_short_draft_what_logits_do(name: str) -> None:
             drafter._pass.native = None
         told: list[tuple[list[int], list[int], list[int]]] = []
         kept: set[type] = set()
-        propose = drafter.propose
+        draft = drafter.draft
 
-        def watched(request: Any, propose: Any = propose, told: Any = told, kept: Any = kept) -> Any:
+        def watched(request: Any, draft: Any = draft, told: Any = told, kept: Any = kept) -> Any:
             kept |= {type(said) for _, said in drafter._resampling._drafted.values()}  # noqa: B023
-            tree = propose(request)
-            lists = tree
-            told += zip(lists.tokens, lists.parents, [row[1:] for row in lists.sources], strict=True)
-            return tree
+            trees = draft(request)
+            told += [(tree.tokens, tree.parents, tree.marks) for tree in trees]
+            return trees
 
-        drafter.propose = watched
+        drafter.draft = watched
         run(engine, [(prompt, PARAMS[i % 2]) for i, prompt in enumerate(PROMPTS)])
         assert kept == {tuple if compiled else Tensor} and any(AGAIN in marks for _, _, marks in told)
         drafts.append(told)
@@ -206,5 +205,5 @@ def test_drafters_whose_logits_depend_on_drafted_tokens_refuse_with_the_reason(s
     asked = form.format(spec if form == "{}" else spec.replace(",", ";"))
     with pytest.raises(CapabilityError, match="logits of a level depend on the tokens drafted in front of it"):
         registry.build(registry.parse(asked))  # type: ignore[arg-type]
-    with pytest.raises(CapabilityError, match="Leave extra out, or draft with lyanna, medusa or streams"):
+    with pytest.raises(CapabilityError, match="Leave extra out, or use a drafter that has it"):
         registry.parse(f"{spec.partition(',')[0]},extra=3")

@@ -72,10 +72,11 @@ def test_chain_follows_the_most_frequent_continuation(tokens, max_match, min_mat
     drafts = drafter(max_match=max_match, min_match=min_match, min_prob=min_prob, depth=6)
     proposal = drafts.draft_one(view(tokens), depth, 7)
 
-    context, chance = list(tokens), 1.0
-    for depth_, (token, score) in enumerate(zip(proposal.tokens, proposal.log_scores, strict=True), start=1):
-        score -= log_trust(proposal.matched, depth_)
+    context, chance, matched = list(tokens), 1.0, 0
+    for depth_, (token, score) in enumerate(zip(proposal.tokens, proposal.scores, strict=True), start=1):
         length, counts = followers([tokens], context, max_match)
+        matched = matched or length
+        score -= log_trust(matched, depth_)
         assert length >= min_match
         assert counts[token] == max(counts.values())
         chance *= counts[token] / sum(counts.values())

@@ -129,7 +129,7 @@ def _text(chances: list[Chances]) -> History:
 def _weigh(text: History, tokens: list[int], parents: list[int], scores: list[float]) -> tuple[Any, Any]:
     """The chances of a tree's nodes given their parents, and those of the paths to them."""
     text.judge()
-    path, _ = text.propose(TokenTree([tokens], [parents], [[0] * len(parents)], [len(parents)]), 0, scores)
+    path, _ = text.propose(TokenTree(tokens[1:], parents[1:], scores[1:]), blind=False)
     return [1.0, *(node[-1] for node in text.proposal)], path
 
 
@@ -455,17 +455,12 @@ def _check(
     asked = [i for i, nodes in enumerate(budgets) if nodes]
     drafted = [0] * len(sequences)
     if asked:
-        proposed = TokenTree(
-            tokens=[[RIGHT, *chains[i][0]] for i in asked],
-            parents=[[-1, *range(len(chains[i][0]))] for i in asked],
-            sources=[[chains[i][1]] * (1 + len(chains[i][0])) for i in asked],
-            counts=[1 + len(chains[i][0]) for i in asked],
-            scores=[[math.log(0.5) * d for d in range(1 + len(chains[i][0]))] for i in asked],
-        )
+        proposed = [TokenTree.chain(chain, 0.5) for chain, _ in (chains[i] for i in asked)]
+        for i, tree in zip(asked, proposed, strict=True):
+            tree.sources = [chains[i][1]] * len(tree)
         views: list[Any] = [sequences[i] for i in asked]
-        tree = budget.select(views, proposed)
-        for i, count in zip(asked, tree.counts if tree is not None else [1] * len(asked), strict=True):
-            drafted[i] = count - 1
+        for i, tree in zip(asked, budget.select(views, proposed), strict=False):
+            drafted[i] = len(tree)
     accepted = [drafted[i] if RIGHT in chain else 0 for i, (chain, _) in enumerate(chains)]
     for sequence, right in zip(sequences, accepted, strict=True):
         sequence.tokens += [RIGHT] * (right + 1)

@@ -86,7 +86,7 @@ def test_splits_that_cannot_be(given: Any, said: str) -> None:
     [
         ({"pipeline": 2, "round": "serial"}, "by the pipeline round alone"),
         ({"pipeline": 2, "round": "pipeline,stages=3"}, "these are 2 stages"),
-        ({"pipeline": 2, "applications": {"sql": "paceline-small-sql"}}, "without adapters or streams"),
+        ({"pipeline": 2, "applications": {"sql": "paceline-small-sql"}}, "without adapters"),
     ],
 )
 def test_what_does_not_fit_a_split(options: dict[str, Any], said: str) -> None:

@@ -14,19 +14,16 @@ import pytest
 from asks import Ask, make_ask
 from campaign import Finding, examine
 from guests import GUESTS
-from kits.verdicts import match
+from kits.verdicts import gullible
 from oracle import answer, foreseen
 from play import Play, make_case
 from texts_fuzz import said
-from torch import Tensor
 from witness import Witness
 from worlds import ADAPTERS, WORLDS, TinyLLM, available, build
 
 from paceline.core import request
 from paceline.core.counts import TokenCounts
 from paceline.core.sampling import SequenceSampler
-from paceline.core.tree import TokenTree
-from paceline.core.verify import Accepted
 from paceline.engine import verification
 from paceline.engine.scheduler import Scheduler
 from paceline.kv.pool import KVPool
@@ -144,12 +141,6 @@ def fresh_oracle() -> Iterator[None]:
     yield
     for cache in caches:
         cache.cache_clear()
-
-
-def gullible(sequences: Any, tree: TokenTree, logits: Tensor) -> list[Accepted]:
-    """The verifier takes the first child, whatever it is."""
-    outcome = match(sequences, tree, logits)
-    return [(path or [1] * (count > 1), token) for (path, token), count in zip(outcome, tree.counts, strict=True)]
 
 
 def accept_anything(patch: pytest.MonkeyPatch) -> None:

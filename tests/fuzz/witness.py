@@ -35,9 +35,9 @@ class Witness:
 
         def watched_emit(p: Pass) -> None:
             for i in p.generating:
-                if p.spans[i].tree_index >= 0 and p.tree is not None:
+                if (tree := p.spans[i].tree) is not None:
                     paths[p.works[i].sequence.key] = len(p.paths[i])
-                    self._saw_path(p.paths[i], p.tree.parents[p.spans[i].tree_index])
+                    self._saw_path(p.paths[i], [-1, *tree.parents])
             emit(p)
 
         def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:

@@ -35,10 +35,9 @@ class Adversary(Drafter):
         """Nothing to prepare but the size of the vocabulary."""
         self._vocab = target.vocab_size
 
-    def propose(self, want: DraftRequest) -> TokenTree:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One tree a sequence, by the rule."""
-        rows = [self._nodes(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
-        return TokenTree.from_parents(want.roots(), [parents for parents, _ in rows], [tokens for _, tokens in rows])
+        return [TokenTree(tokens, parents) for parents, tokens in (self._nodes(*row) for row in want.rows())]
 
     def _nodes(self, sequence: Sequence, budget: int, max_depth: int) -> Nodes:
         done = len(sequence.tokens) - sequence.prompt_len

@@ -239,7 +239,7 @@ def _draft(
     if not asked:
         return {}, 0.0
     rule, views, ms = budget.rule, asked, 0.0
-    trees, first = [_Tree() for _ in asked], [0.0 for _ in asked]
+    trees, first = [TokenTree() for _ in asked], [0.0 for _ in asked]
     for source, drafter in enumerate(drafters):
         several = rule is not None and len(drafters) > 1
         chosen = rule.ask(source, views, first) if several else [*range(len(asked))]
@@ -247,52 +247,32 @@ def _draft(
         chains = [drafter.chain(asked[i], budgets[i], step, floor) for i in chosen]
         took = drafter.took([asked[i] for i in chosen], chains)
         for i, chain in zip(chosen, chains, strict=True):
-            trees[i].graft(chain, source, drafter.claim)
+            _graft(trees[i], chain, source, drafter.claim)
             if several and chain:
                 first[i] = max(first[i], rule.first(source, views[i], [drafter.claim]))
         if several and chosen:
             rule.record_cost(source, max(map(len, chains)), took)
         ms += took
-    tree = _batch(trees)
-    found = tree if rule is None else rule.select(views, tree)
-    if found is None:
-        return {}, ms
-    return {id(s): _right(found.tokens[b], found.parents[b]) for b, s in enumerate(asked)}, ms
+    found = trees if rule is None else rule.select(views, trees)
+    return {id(s): _right(tree) for s, tree in zip(asked, found, strict=False)}, ms
 
 
-class _Tree:
-    """What was proposed for one sequence: columns of a `TokenTree`, roots included."""
-
-    def __init__(self) -> None:
-        self.tokens, self.parents, self.sources, self.scores = [RIGHT], [-1], [0], [0.0]
-
-    def graft(self, chain: list[int], source: int, claim: float) -> None:
-        """Add a chain below the root; nodes that are there already stay, and wrong tokens are all different."""
-        at = 0
-        for token in chain:
-            below = [i for i, parent in enumerate(self.parents) if parent == at and self.tokens[i] == token == RIGHT]
-            if not below:
-                self.tokens.append(token)
-                self.parents.append(at)
-                self.sources.append(source)
-                self.scores.append(self.scores[at] + claim)
-            at = below[0] if below else len(self.tokens) - 1
+def _graft(tree: TokenTree, chain: list[int], source: int, claim: float) -> None:
+    """Add a chain below the root; nodes that are there already stay, and wrong tokens are all different."""
+    at = 0
+    for token in chain:
+        nodes = enumerate(zip(tree.parents, tree.tokens, strict=True), start=1)
+        below = [node for node, (parent, other) in nodes if parent == at and other == token == RIGHT]
+        if not below:
+            tree.sources.append(source)
+            below = [tree.add(at, token, tree.score(at) + claim)]
+        at = below[0]
 
 
-def _batch(trees: list[_Tree]) -> TokenTree:
-    return TokenTree(
-        tokens=[tree.tokens for tree in trees],
-        parents=[tree.parents for tree in trees],
-        sources=[tree.sources for tree in trees],
-        counts=[len(tree.tokens) for tree in trees],
-        scores=[tree.scores for tree in trees],
-    )
-
-
-def _right(tokens: list[int], parents: list[int]) -> tuple[int, int]:
+def _right(tree: TokenTree) -> tuple[int, int]:
     """The drafted nodes of a tree, and those of them that are on the right path."""
     path = {0}
-    for node in range(1, len(tokens)):
-        if tokens[node] == RIGHT and parents[node] in path:
+    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True), start=1):
+        if token == RIGHT and parent in path:
             path.add(node)
-    return len(tokens) - 1, len(path) - 1
+    return len(tree), len(path) - 1

@@ -13,32 +13,30 @@ from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree
 from paceline.draft.base import DraftRequest
-from paceline.draft.proposal import Proposal
 
 Paths = dict[tuple[int, ...], float]
 
 
 @st.composite
-def proposals(draw: st.DrawFn) -> Proposal:
+def proposals(draw: st.DrawFn) -> TokenTree:
     """Any tree of up to 12 nodes, siblings apart, no score above its parent's, few different scores."""
-    made = Proposal()
+    made = TokenTree()
     taken: set[tuple[int, int]] = set()
     for _ in range(draw(st.integers(0, 12))):
         parent = draw(st.integers(0, len(made)))
         token = draw(st.integers(0, 4))
         if (parent, token) not in taken:
             taken.add((parent, token))
-            above = made.log_scores[parent - 1] if parent else 0.0
-            made.add(parent, token, above - draw(st.sampled_from([0.0, 0.5, 1.25])))
+            made.add(parent, token, made.score(parent) - draw(st.sampled_from([0.0, 0.5, 1.25])))
     return made
 
 
-def paths(proposal: Proposal) -> Paths:
+def paths(tree: TokenTree) -> Paths:
     found: list[tuple[int, ...]] = [()]
-    for parent, token in zip(proposal.parents, proposal.tokens, strict=True):
+    for parent, token in zip(tree.parents, tree.tokens, strict=True):
         found.append((*found[parent], token))  # fails where a parent comes after its child
-    scores = dict(zip(found[1:], proposal.log_scores, strict=True))
-    assert len(scores) == len(proposal)
+    scores = dict(zip(found[1:], tree.scores, strict=True))
+    assert len(scores) == len(tree), "a path was drafted twice"
     return scores
 
 
@@ -64,13 +62,6 @@ def requested(rows: abc.Sequence[tuple[Sequence, int, int]]) -> DraftRequest:
     return DraftRequest(views, budgets, depths)
 
 
-def paths_of(tree: TokenTree, b: int = 0) -> dict[tuple[int, ...], float]:
-    """Every drafted path with its score."""
-    assert tree.scores is not None
-    paths: list[tuple[int, ...]] = [()]
-    parents, tokens = tree.parents[b], tree.tokens[b]
-    for node in range(1, tree.counts[b]):
-        paths.append((*paths[parents[node]], tokens[node]))
-    found = dict(zip(paths[1:], tree.scores[b][1:], strict=True))
-    assert len(found) == len(paths) - 1, "a path was proposed twice"
-    return found
+def paths_of(trees: abc.Sequence[TokenTree], b: int = 0) -> Paths:
+    """Every drafted path of one tree with its score."""
+    return paths(trees[b])

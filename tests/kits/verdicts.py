@@ -12,17 +12,18 @@ from paceline.core.verify import Accepted, walk
 from paceline.engine.verification import choose_nodes
 
 
-def choices(sequences: abc.Sequence[Sequence], tree: TokenTree, logits: Tensor) -> list[list[int]]:
+def choices(sequences: abc.Sequence[Sequence], trees: abc.Sequence[TokenTree], logits: Tensor) -> list[list[int]]:
     """[B][nodes] the target's own choice after every node."""
-    rows = zip(sequences, logits.split(tree.counts), strict=True)
-    return [choose_nodes(sequence, own, tree, b).tolist() for b, (sequence, own) in enumerate(rows)]
+    rows = zip(sequences, logits.split([1 + len(tree) for tree in trees]), trees, strict=True)
+    return [choose_nodes(*row).tolist() for row in rows]
 
 
-def sample_and_match(tree: TokenTree, chosen: abc.Sequence[abc.Sequence[int]]) -> list[Accepted]:
-    """Follow each tree along the choices [B][nodes] after its nodes."""
-    return [*map(walk, tree.tokens, tree.parents, chosen)]
-
-
-def match(sequences: abc.Sequence[Sequence], tree: TokenTree, logits: Tensor) -> list[Accepted]:
+def match(sequences: abc.Sequence[Sequence], trees: abc.Sequence[TokenTree], logits: Tensor) -> list[Accepted]:
     """Follow each tree along the target's own choices."""
-    return sample_and_match(tree, choices(sequences, tree, logits))
+    return [*map(walk, trees, choices(sequences, trees, logits))]
+
+
+def gullible(sequences: abc.Sequence[Sequence], trees: abc.Sequence[TokenTree], logits: Tensor) -> list[Accepted]:
+    """Take the first node of every tree, whatever it is."""
+    verdicts = zip(match(sequences, trees, logits), trees, strict=True)
+    return [(path or [1] * (len(tree) > 0), token) for (path, token), tree in verdicts]

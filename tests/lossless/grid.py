@@ -46,11 +46,11 @@ from torch import Tensor
 from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.sequence import Sequence
+from paceline.core.tree import TokenTree
 from paceline.draft.base import DraftRule
 from paceline.draft.hybrid import Hybrid, HybridConfig
 from paceline.draft.magicdec import MagicDec, MagicDecConfig
 from paceline.draft.ngram import NgramConfig
-from paceline.draft.proposal import Proposal
 from paceline.draft.suffix import SuffixConfig
 from paceline.engine.base import StepResult, Work
 from paceline.engine.engine import Engine
@@ -490,11 +490,11 @@ class Witness:
 
         def watched_emit(p: Pass) -> None:
             for i in p.generating:
-                b, path = p.spans[i].tree_index, p.paths[i]
-                if b >= 0 and p.tree is not None:
+                tree, path = p.spans[i].tree, p.paths[i]
+                if tree is not None:
                     paths[p.works[i].sequence.key] = path
-                    self._saw_path(path, p.tree.parents[b])
-                    if any(p.tree.sources[b][n] for n in path):
+                    self._saw_path(path, [-1, *tree.parents])
+                    if any(tree.marks[n - 1] for n in path):
                         self.marks.add("a node of a second source")
             emit(p)
 
@@ -561,8 +561,8 @@ class Witness:
             kind = "EOS" if checker.stop_reason is None else "a stop " + type(checker.stop_reason).__name__
             self.marks.add(f"{kind} inside a path")
 
-    def graft(self, fresh: Proposal, other: Proposal, source: int) -> None:
-        """`Proposal.graft`, seen."""
+    def graft(self, fresh: TokenTree, other: TokenTree, source: int) -> None:
+        """`TokenTree.graft`, seen."""
         apart = len(fresh) + len(other)
         _graft(fresh, other, source)
         if len(fresh) < apart:
@@ -576,7 +576,7 @@ class Witness:
             self.marks.add("a prefix hit")
 
 
-_graft = Proposal.graft
+_graft = TokenTree.graft
 
 
 def _wanted(engine: Engine, work: Work) -> int:
@@ -621,7 +621,7 @@ def play(drafter: str, condition: str, cases: abc.Sequence[Case], witness: Witne
         engine.round = OF_STUDIES[drafter](engine.round)
     witness.watch(engine)
     for batch in (cases, cases[:encore]):
-        with patch.object(Proposal, "graft", lambda *graft: witness.graft(*graft)):
+        with patch.object(TokenTree, "graft", lambda *graft: witness.graft(*graft)):
             outputs = run(engine, [(c.prompt, c.params) for c in batch])
         for output, expected in zip(outputs, batch, strict=True):
             check(output, expected, f"{drafter}, {condition}, {expected.option}, {len(expected.prompt)} prompt tokens")

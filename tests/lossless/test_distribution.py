@@ -56,7 +56,7 @@ class Tables:
 
 def draft(
     tables: Tables, parents: list[int], batch: int, generator: torch.Generator, replacement: bool = False
-) -> tuple[TokenTree, Tensor, Tensor]:
+) -> tuple[list[TokenTree], Tensor, Tensor]:
     """Draws of a tree of the given shape, p at every node [B, N, V], and each node's prefix code [B, N].
 
     They are honest where siblings are drawn without replacement.
@@ -75,14 +75,13 @@ def draft(
         code.append(code[parent] * VOCAB + tokens[node])
     p = torch.stack([tables.p[depth[n]][code[n]] for n in range(count)], dim=1)
     q = torch.stack([tables.q[depth[n]][code[n]] for n in range(count)], dim=1)
-    return tree_of(parents, torch.stack(tokens, dim=1), q), p, torch.stack(code, dim=1)
+    return trees_of(parents, torch.stack(tokens, dim=1), q), p, torch.stack(code, dim=1)
 
 
-def tree_of(parents: list[int], tokens: Tensor, q: Tensor) -> TokenTree:
-    """Trees of one shape with ``tokens`` [B, N], drawn from ``q``."""
-    batch, count = tokens.shape
-    columns = [[-1, *parents]] * batch, [[0] * count] * batch, [count] * batch
-    return TokenTree(tokens.tolist(), *columns, q=q)
+def trees_of(parents: list[int], tokens: Tensor, q: Tensor) -> list[TokenTree]:
+    """Trees of one shape with ``tokens`` [B, N], the root's first, drawn from ``q`` [B, N, V]."""
+    rows = zip(tokens[:, 1:].tolist(), q, strict=True)
+    return [TokenTree(row, parents, q={node: own[node] for node in {*parents}}) for row, own in rows]
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,12 @@ class Outcome:
     next_token: Tensor
 
 
-def verify(verifier: Verifier, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Outcome:
+def verify(verifier: Verifier, trees: list[TokenTree], p: Tensor, generator: torch.Generator) -> Outcome:
     batch, width, vocab = p.shape
     uniform = torch.rand(batch, width, generator=generator, dtype=torch.float64)
     rows = -torch.empty(batch, vocab, dtype=torch.float64).exponential_(generator=generator).log()
     noise = list(rows.unbind())
-    verdicts = verifier(tree, p, uniform, lambda b, node: noise[b])
+    verdicts = verifier(trees, p, uniform, lambda b, node: noise[b])
     ends = [(len(path), path[-1] if path else 0, token) for path, token in verdicts]
     return Outcome(*torch.tensor(ends).unbind(dim=1))
 
@@ -139,8 +138,8 @@ def run(
     """p-value of the emitted sequences against p; ``spoil`` makes the draft dishonest."""
     generator = torch.Generator().manual_seed(seed)
     tables = Tables.random(seed + 100, depth=3)
-    tree, p, code = draft(tables, shape, samples, generator, replacement)
-    outcome = verify(verifier, spoil(tree), p, generator)
+    trees, p, code = draft(tables, shape, samples, generator, replacement)
+    outcome = verify(verifier, [*map(spoil, trees)], p, generator)
     return p_value(sequences(tables, outcome, code, length, generator), tables.joint(length))
 
 
@@ -155,16 +154,13 @@ def test_emits_the_distribution_of_the_target(case, length, samples):
 
 def wrong_q(tree: TokenTree) -> TokenTree:
     """The draft lies: it reports a q sharper by a quarter (temperature 0.8) than it drew from."""
-    assert tree.q is not None
-    sharper = tree.q.pow(1.25)
-    return replace(tree, q=sharper / sharper.sum(dim=2, keepdim=True))
+    sharper = {node: row.pow(1.25) for node, row in tree.q.items()}
+    return replace(tree, q={node: row / row.sum() for node, row in sharper.items()})
 
 
 def wrong_q_below_the_root(tree: TokenTree) -> TokenTree:
     """As `wrong_q`, but honest about the first token."""
-    lying = wrong_q(tree)
-    assert tree.q is not None and lying.q is not None
-    return replace(tree, q=torch.cat([tree.q[:, :1], lying.q[:, 1:]], dim=1))
+    return replace(tree, q=wrong_q(tree).q | {0: tree.q[0]})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -186,22 +182,20 @@ def test_the_same_test_finds_siblings_that_are_not_in_draw_order():
     """Siblings sorted by q after the draw, as a tree that ranks its nodes would have them."""
 
     def ranked(tree: TokenTree) -> TokenTree:
-        assert tree.q is not None
-        tokens = torch.tensor(tree.tokens)
-        order = tree.q[:, 0].gather(1, tokens[:, 1:]).argsort(dim=1, descending=True)
-        return replace(tree, tokens=torch.cat([tokens[:, :1], tokens[:, 1:].gather(1, order)], dim=1).tolist())
+        return replace(tree, tokens=sorted(tree.tokens, key=lambda token: -float(tree.q[0][token])))
 
     generator = torch.Generator().manual_seed(0)
     tables = Tables.random(100, depth=1)
-    tree, p, _ = draft(tables, [0, 0, 0], SAMPLES, generator)
+    trees, p, _ = draft(tables, [0, 0, 0], SAMPLES, generator)
 
-    def first_tokens(tree: TokenTree) -> Tensor:
-        outcome = verify(rejection, tree, p, generator)
-        accepted = torch.tensor(tree.tokens).gather(1, outcome.frontier[:, None]).squeeze(1)
+    def first_tokens(trees: list[TokenTree]) -> Tensor:
+        outcome = verify(rejection, trees, p, generator)
+        tokens = torch.tensor([[-1, *tree.tokens] for tree in trees])
+        accepted = tokens.gather(1, outcome.frontier[:, None]).squeeze(1)
         return torch.where(outcome.num_accepted > 0, accepted, outcome.next_token)
 
-    assert p_value(first_tokens(tree), tables.p[0][0]) > ALPHA
-    assert p_value(first_tokens(ranked(tree)), tables.p[0][0]) < OVERWHELMING
+    assert p_value(first_tokens(trees), tables.p[0][0]) > ALPHA
+    assert p_value(first_tokens([*map(ranked, trees)]), tables.p[0][0]) < OVERWHELMING
 
 
 @pytest.mark.parametrize("verifier", [rejection, block])
@@ -214,7 +208,7 @@ def test_the_same_test_finds_a_deterministic_child(verifier):
 
     def first_tokens(drawn: Tensor) -> Tensor:
         tokens = torch.stack([torch.zeros_like(drawn), drawn], dim=1)
-        tree = tree_of([0], tokens, q.expand(samples, 2, 3))
+        tree = trees_of([0], tokens, q.expand(samples, 2, 3))
         outcome = verify(verifier, tree, p.expand(samples, 2, 3), generator)
         return torch.where(outcome.num_accepted > 0, drawn, outcome.next_token)
 
@@ -245,7 +239,7 @@ def test_block_accepts_what_the_theory_says_and_more_than_rejection():
     generator = torch.Generator().manual_seed(0)
     drawn = torch.multinomial(q, 2 * samples, replacement=True, generator=generator).view(samples, 2)
     tokens = torch.cat([torch.zeros(samples, 1, dtype=torch.int64), drawn], dim=1)
-    tree = tree_of([0, 1], tokens, q.expand(samples, 3, 2))
+    tree = trees_of([0, 1], tokens, q.expand(samples, 3, 2))
     for verifier, mean in ((rejection, 10 / 9), (block, 11 / 9)):
         accepted = verify(verifier, tree, p, generator).num_accepted.double()
         standard_error = float(accepted.std()) / samples**0.5

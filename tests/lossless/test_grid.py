@@ -26,7 +26,7 @@ from grid import (
     target,
 )
 from kits.tiny import assemble, run
-from kits.verdicts import match
+from kits.verdicts import gullible
 
 from paceline.core.sampling import SamplingParams
 from paceline.model.families import DecoderConfig
@@ -165,11 +165,6 @@ def test_the_full_product(drafter: str) -> None:
 def test_a_wrong_verifier_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid has teeth: a verifier that takes every first child is caught at once."""
     from paceline.engine import verification
-
-    def gullible(sequences, tree, logits):  # type: ignore[no-untyped-def]
-        outcome = match(sequences, tree, logits)
-        # Accept node 1, whatever it is.
-        return [(path or [1] * (count > 1), token) for (path, token), count in zip(outcome, tree.counts, strict=True)]
 
     monkeypatch.setitem(verification.VERIFIERS, "sample_and_match", verification.VerifierKind(gullible))
     with pytest.raises(AssertionError):

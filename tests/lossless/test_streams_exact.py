@@ -216,10 +216,10 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(layers: int, monke
     prune = round.prune
 
     def watched(p: Pass, *given: Any) -> bool:
-        assert p.tree is not None
-        lists = p.tree
+        tree = p.spans[0].tree
+        assert tree is not None
         done = prune(p, *given)
-        cuts.append(([*p.works[0].sequence.tokens], lists.tokens[0], lists.parents[0], p.remaining.get(0, [])))
+        cuts.append(([*p.works[0].sequence.tokens], [-1, *tree.tokens], [-1, *tree.parents], p.remaining.get(0, [])))
         return done
 
     monkeypatch.setattr(round, "prune", watched)
@@ -229,8 +229,8 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(layers: int, monke
     assert len(cuts) > 5
     layer, to_exit = trained.config.insertion, trained.prune_map
     for text, tokens, parents, kept in cuts:
-        scores = [0.0] + [transition(text, tokens, parents, node, layer, to_exit) for node in range(1, len(tokens))]
-        wanted = surviving(parents, scores, 1e-4, 4)
+        scores = [transition(text, tokens, parents, node, layer, to_exit) for node in range(1, len(tokens))]
+        wanted = [0, *surviving(parents[1:], scores, 1e-4, 4)]
         assert kept == wanted or (not kept and len(wanted) == len(tokens))
 
 

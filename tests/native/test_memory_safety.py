@@ -110,12 +110,12 @@ def test_every_token_is_looked_at_once() -> None:
     sequence = view(known(40))
     sequence.tokens = Counted(sequence.tokens)
     for _ in range(5):
-        drafter.propose(want([sequence]))
+        drafter.draft(want([sequence]))
         sequence.tokens.append(4)
     assert sorted(Counted.asked) == [*range(44)]
     sequence.tokens.append(UNKNOWN)
     for _ in range(3):
-        drafter.propose(want([sequence]))
+        drafter.draft(want([sequence]))
         sequence.tokens.append(4)
     assert max(Counted.asked) == 45 and Counted.asked.count(45) == 3, "nothing behind the unknown one matters"
 

@@ -13,9 +13,9 @@ from kits.draft import paths_of
 from paceline import kernels
 from paceline.api.llm import LLM
 from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.core.tree import TokenTree
 from paceline.draft.base import DraftRequest
 from paceline.draft.draft_model import DraftModel
-from paceline.draft.proposal import Proposal, to_tree
 from paceline.kernels.drafts import ChainStart, TreeStart, grow, roll
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.model.decoder import Decoder
@@ -147,13 +147,13 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
     drafter = llm.engine.round.drafter  # type: ignore[attr-defined]
     assert isinstance(drafter, DraftModel)
     greedy, warm = (SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.9))
-    found: dict[bool, list[list[Proposal]]] = {}
+    found: dict[bool, list[list[TokenTree]]] = {}
     answers = {}
     draft, sprout, calls = drafter.draft, drafter._sprout, []
     for compiled in (True, False):
         kept = found.setdefault(compiled, [])
 
-        def spy(want: DraftRequest, kept: list[Any] = kept) -> list[Proposal]:
+        def spy(want: DraftRequest, kept: list[Any] = kept) -> list[TokenTree]:
             kept.append(draft(want))
             return kept[-1]
 
@@ -169,7 +169,7 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
     assert len(calls) == len(found[True]) == len(found[False])
     for mine, oracle in zip(found[True], found[False], strict=True):
         for tree, wanted in zip(mine, oracle, strict=True):
-            assert paths_of(to_tree([0], [tree])) == pytest.approx(paths_of(to_tree([0], [wanted])), abs=1e-3)
+            assert paths_of([tree]) == pytest.approx(paths_of([wanted]), abs=1e-3)
     assert any(len({*tree.parents}) < len(tree.parents) for step in found[True] for tree in step)
 
 

@@ -290,8 +290,8 @@ def test_a_hub_out_of_reach_and_a_name_it_does_not_know(monkeypatch: pytest.Monk
 
 STARTED = r"""
 import sys
-from paceline.weights.source import load_tokenizer
-tokenizer = load_tokenizer(sys.argv[1])
+from paceline.weights.source import resolve
+tokenizer = resolve(sys.argv[1]).tokenizer()
 quick = "torch._dynamo" not in sys.modules
 from transformers import AutoTokenizer
 auto = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)

@@ -86,7 +86,7 @@ class LLMConfig(LLMOptions):
         place = None if round_ is None else round_.place
         if self.pipeline is None and place is None:
             wrong = "neither stages nor a drafter have a process of their own that could run there"
-            raise ConfigError(subject, wrong, "give pipeline=2, or round='mirror,rollout=process'")
+            raise ConfigError(subject, wrong, "give pipeline=2, or a round whose drafter has a process")
         named = self.pipeline is not None and parse_split(self.pipeline).cores
         if named or (place is not None and place.cores):
             wrong = "which cores a worker gets is the cluster's to say"
@@ -96,7 +96,7 @@ class LLMConfig(LLMOptions):
         """Return the round over so many stages in processes."""
         subject = f"pipeline={shown(self.pipeline)}"
         if self.applications:
-            wrong = "stages in processes have the base model's layers alone, without adapters or streams"
+            wrong = "stages in processes have the base model's layers alone, without adapters"
             raise CapabilityError(f"{subject} with applications", wrong, "leave out one of the two")
         text = "pipeline" if self.round == AUTO_ROUND else self.round
         chosen = parse_round(text)

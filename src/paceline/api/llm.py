@@ -1,4 +1,4 @@
-"""``LLM``, the interface for ordinary programs: batches and streams. `async_llm` is for event loops."""
+"""``LLM``, the interface for ordinary programs: batches, and answers token by token. `async_llm` is for event loops."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class LLMOptions:
     insecure_cluster: bool = option(False, help="take a cluster that asks nobody for a token")
     verifier: str = option(
         VERIFIERS[0],
-        help="sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection (for streams)",
+        help="sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection",
         choices=VERIFIERS,
     )
     budget: int | str | Mapping[int | str, int] | None = option(

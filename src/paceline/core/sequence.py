@@ -66,7 +66,7 @@ class Sequence:
     def shareable(self) -> int | None:
         """Return how many leading tokens have K/V that depends on them and `identity` alone; None: all.
 
-        Where main rows attend to their streams, generated rows (the last prompt row is the first of them) have
+        Where rows attend to others next to them, generated rows (the last prompt row is the first of them) have
         other K/V than the same tokens have in a prompt.
         """
         application = self.application

@@ -5,9 +5,8 @@ Definitions, once for the whole project:
 - A *pass* is a forward of the target that chose at least one token of the sequence's output.
 - *Drafted* tokens were checked by a pass; *accepted* ones are those of them that were emitted, after the stop rules'
   cut; *emitted* tokens are all tokens of the output.
-- *Row-layers* are rows times the layers that each went through, of roots, drafted nodes and streams alike
-  (rows of a prompt before its last are left out); the *upper* ones are those of the layers that streams go
-  through, in passes with streams or after which some ran.
+- *Row-layers* are rows times the layers that each went through, of roots, drafted nodes and rows that draft in the pass
+  (rows of a prompt before its last are left out); the *upper* ones are those of the layers that the latter go through.
 - The mean accepted length is ``1 + accepted / passes``: tokens a pass if no stop rule cut any.
 """
 
@@ -64,9 +63,9 @@ class SpecStats:
     queue_ms: float | None = None  # from submission to the first step that computed a part of the prompt
     ttft_ms: float | None = None  # from submission to the first token
     row_layers: int = 0  # of passes
-    upper_row_layers: int = 0  # those in the layers that streams go through; 0 where a pass has none
-    stream_drafts: int = 0  # passes after which the streams of the last accepted node were read
-    rode: int = 0  # those of them in which that node carried its streams; else they ran afterwards
+    upper_row_layers: int = 0  # those in the layers that rows which draft go through; 0 where a pass has none
+    stream_drafts: int = 0  # passes after which drafting rows of the last accepted node were read
+    rode: int = 0  # those of them in which that node had such rows; else they ran afterwards
     pruned: int = 0  # proposed nodes that were pruned in mid-pass: neither drafted nor accepted
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # those whose K/V was found in the pool

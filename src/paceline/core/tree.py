@@ -1,141 +1,162 @@
-"""Drafts: a batch of token trees, one type from the drafter to the pass.
+"""Drafts: a tree of candidate tokens for one sequence, one type from the drafter to the pass.
 
-A tree is a list of parents: node 0 is the root with parent -1, every other parent is an earlier node. Trees are plain
-lists of numbers: they have few nodes, and lists are several times faster than tensors there. Depths, masks and paths
-follow from the parents; no operation changes a tree. Axis letters: B requests, N nodes, D depth, V vocabulary.
+A tree is a list of parents: node 0 is the root, the text's last token, which has no entry; node n is entry n - 1, and
+its parent is an earlier node. Trees are plain lists of numbers: they have few nodes, and lists are several times
+faster than tensors there. Depths, masks and paths follow from the parents.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from math import isnan
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
 
-PADDING = -1  # the root's parent; parents and path tokens of padding
+PADDING = -1  # parents and path tokens of padding
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class TokenTree:
-    """B requests with one tree of candidate tokens each.
+    """Drafted nodes of one sequence, parents before children.
 
-    Row b has ``counts[b]`` entries, the root's first: the last committed token. Two children of one parent may carry
-    the same token: matching takes the first. Read only, since trees share their rows.
+    Two children of one parent may carry the same token: matching takes the first.
     """
 
-    tokens: list[list[int]]
-    parents: list[list[int]]  # parent index < own index; `PADDING` for the root
-    sources: list[list[int]]  # which source proposed each node, 0 .. 255 (statistics); the root's has no meaning
-    counts: list[int]  # nodes of each, the root included
-    scores: list[list[float]] | None = None  # cumulative log q along the path, 0 for the root; ranks nodes
-    q: Tensor | None = None  # [B, N, V] for sampled drafts: what the children of each node were drawn from, siblings
-    # in index order and without replacement. Rows of nodes without children are never read
-    checked: bool = False  # whether `check` would find nothing
-    _depths: list[list[int]] | None = field(default=None, init=False, repr=False)
-
-    # ---- constructors
-
-    @staticmethod
-    def roots(tokens: Sequence[int]) -> TokenTree:
-        """Return trees of the root alone, from ``tokens`` [B]."""
-        return TokenTree.from_parents(tokens, [[] for _ in tokens], [[] for _ in tokens])
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # node of each parent; 0: the root
+    scores: list[float] = field(default_factory=list)  # log of the estimated chance that the path is accepted (log q
+    # summed along it); empty: not known
+    sources: list[int] = field(
+        default_factory=list
+    )  # which source proposed each node, 0 .. 255; empty: source 0 all of them
+    numbers: list[int] = field(default_factory=list)  # its node in a draft session, if one holds it
+    q: dict[int, Tensor] = field(default_factory=dict)  # node -> [V] what its children were drawn from, siblings in
+    # index order and without replacement, if they were
 
     @staticmethod
-    def from_parents(
-        roots: Sequence[int],
-        parents: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-        source: int | Sequence[Sequence[int]] = 0,
-        log_score: Sequence[Sequence[float]] | None = None,
-        *,
-        trusted: bool = False,
-    ) -> TokenTree:
-        """Return trees from lists of their drafted nodes.
+    def chain(tokens: list[int], chance: float) -> TokenTree:
+        """Return tokens one after the other, each of them as likely, given the one before it."""
+        step = math.log(chance)
+        return TokenTree(tokens, [*range(len(tokens))], [(i + 1) * step for i in range(len(tokens))])
 
-        Args:
-            roots: [B].
-            parents: for each request the parent of node 1, 2, ...; 0 is the root.
-            tokens: for each request the token of node 1, 2, ...
-            source: one for all, or like ``tokens``.
-            log_score: like ``tokens``, cumulative log q.
-            trusted: these are trees for sure: nothing is checked.
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-        Raises:
-            ConfigError: a parent that does not come before its child, lists of unequal length, or NaN.
-            TypeError, OverflowError: an entry that is not a number of its kind.
-        """
-        marks = [[source] * len(row) for row in tokens] if isinstance(source, int) else source
-        tree = TokenTree(
-            [[root, *row] for root, row in zip(roots, tokens, strict=False)],
-            [[PADDING, *row] for row in parents],
-            [[0, *row] for row in marks],
-            [1 + len(row) for row in tokens],
-            None if log_score is None else [[0.0, *row] for row in log_score],
-            checked=trusted,
-        )
-        if not trusted and len(roots) != len(tokens):
-            raise ConfigError(f"{len(tokens)} trees of {len(roots)} roots", "each tree has one root", "give one a tree")
-        tree.check()
-        return tree
+    def add(self, parent: int, token: int, score: float) -> int:
+        """Append a node; returns its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        return len(self.tokens)
+
+    def score(self, node: int) -> float:
+        """Return the score of a node; the root's is 0."""
+        return self.scores[node - 1] if node else 0.0
+
+    @property
+    def marks(self) -> list[int]:
+        """Return the source of every node."""
+        return self.sources or [0] * len(self.tokens)
 
     # ---- operations
 
-    def subset(self, nodes: Sequence[Sequence[int]]) -> TokenTree:
-        """Return only the ``nodes`` of each tree, ascending, the root and every kept node's parent among them.
+    def best(self, budget: int) -> TokenTree:
+        """Return the ``budget`` best scored nodes, in their order; of equals the earlier ones.
+
+        No node may have a better score than its parent.
+        """
+        if len(self.tokens) <= budget:
+            return self
+        return self.subset(
+            sorted(sorted(range(1, len(self.tokens) + 1), key=lambda n: (-self.scores[n - 1], n))[:budget])
+        )
+
+    def subset(self, nodes: Sequence[int]) -> TokenTree:
+        """Return only these nodes, ascending; every one's parent is among them, unless it is the root.
 
         q is dropped: a choice among drawn tokens changes their distribution, even where it keeps all of them.
         """
-        parents = _picked(self.parents, nodes)
-        for b, row in enumerate(nodes):
-            if row[-1] + 1 != len(row):  # else the first ones: parents come before their children
-                place = {old: new for new, old in enumerate((PADDING, *row), start=PADDING)}
-                parents[b] = [place[parent] for parent in parents[b]]
-        tokens, sources = _picked(self.tokens, nodes), _picked(self.sources, nodes)
-        scores = None if self.scores is None else _picked(self.scores, nodes)
-        return TokenTree(tokens, parents, sources, [*map(len, nodes)], scores, checked=self.checked)
+        place = {0: 0} | {node: i for i, node in enumerate(nodes, start=1)}
+        columns: list[list[Any]] = [self.tokens, self.scores, self.sources, self.numbers]
+        tokens, scores, sources, numbers = ([column[n - 1] for n in nodes] if column else [] for column in columns)
+        return TokenTree(tokens, [place[self.parents[n - 1]] for n in nodes], scores, sources, numbers)
+
+    def graft(self, other: TokenTree, source: int) -> None:
+        """Add the nodes of another tree below the same root; equal paths become one node, which keeps its score.
+
+        A new node's chance given its parent is the other tree's, and its source is ``source``.
+        """
+        self.sources = self.marks
+        if not self.tokens:
+            self.tokens, self.parents, self.scores = other.tokens[:], other.parents[:], other.scores[:]
+            self.sources = [source] * len(self)
+            return
+        children = {(p, t): i + 1 for i, (p, t) in reversed([*enumerate(zip(self.parents, self.tokens, strict=True))])}
+        moved = {0: 0}
+        for i, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True), start=1):
+            place = moved[parent]
+            node = children.get((place, token))
+            if node is None:
+                score = self.score(place) + (other.score(i) - other.score(parent))
+                node = children[place, token] = self.add(place, token, score)
+                self.sources.append(source)
+            moved[i] = node
 
     # ---- views: everything else follows from the parents
 
     @property
     def is_chain(self) -> bool:
-        """Return whether every node of every request is the child of the node before it."""
-        return all(row == [*range(PADDING, len(row) - 1)] for row in self.parents)
+        """Return whether every node is the child of the one before."""
+        return self.parents == [*range(len(self.parents))]
 
-    def depths(self) -> list[list[int]]:
-        """Return edges from the root to every node."""
-        if self._depths is None:
-            self._depths = [[0, *depths_below(row[1:])] for row in self.parents]
-        return self._depths
+    @property
+    def depth(self) -> int:
+        """Return the depth of the deepest node; 0: there is none."""
+        return max(self.depths())
 
-    def ancestor_mask(self, b: int) -> Tensor:
-        """Return [n, n] bool of request ``b``: [i, j] whether node j is i itself or one of its ancestors.
+    def depths(self) -> list[int]:
+        """Return edges from the root to every node, the root's own 0 first."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
 
-        Only the tree: whatever comes before the root is visible to every node anyway.
-        """
-        mask = torch.zeros(self.counts[b], self.counts[b], dtype=torch.bool)
-        rows = mask.numpy()
-        for node, parent in enumerate(self.parents[b]):
-            if node:
-                rows[node] = rows[parent]
-            rows[node, node] = True
-        return mask
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from below the root to ``node``."""
+        nodes: list[int] = []
+        while node:
+            nodes.append(node)
+            node = self.parents[node - 1]
+        return nodes[::-1]
 
-    def paths(self, b: int) -> list[list[int]]:
-        """Return [n] tokens from below the root to each node of request ``b``, itself included."""
+    def paths(self) -> list[list[int]]:
+        """Return [nodes] tokens from below the root to each node, itself included; the root's is empty."""
         paths: list[list[int]] = [[]]
-        for token, parent in zip(self.tokens[b][1:], self.parents[b][1:], strict=True):
+        for token, parent in zip(self.tokens, self.parents, strict=True):
             paths.append([*paths[parent], token])
         return paths
 
-    def path_tokens(self, b: int) -> Tensor:
-        """Return [n, D] int64: `paths`, -1 padded."""
-        return as_tensor(self.paths(b), PADDING)
+    def path_tokens(self) -> Tensor:
+        """Return [nodes, D] int64: `paths`, -1 padded."""
+        return as_tensor(self.paths(), PADDING)
+
+    def ancestor_mask(self) -> Tensor:
+        """Return [nodes, nodes] bool, the root included: [i, j] whether node j is i itself or an ancestor.
+
+        Only the tree: whatever comes before the root is visible to every node anyway.
+        """
+        mask = torch.eye(len(self) + 1, dtype=torch.bool)
+        rows = mask.numpy()
+        for node, parent in enumerate(self.parents, start=1):
+            rows[node] |= rows[parent]
+        return mask
 
     def check(self) -> None:
         """Check every invariant of the type.
@@ -144,41 +165,21 @@ class TokenTree:
             ConfigError: the first one that is broken.
             TypeError, OverflowError: an entry that is not a number of its kind.
         """
-        if self.checked:
-            return
-        columns = [self.tokens, self.parents, self.sources, *(() if self.scores is None else (self.scores,))]
-        lengths = [[*map(len, rows)] for rows in columns]
-        if any(a != b for a, b in pairwise([*lengths, [*self.counts]])):
-            raise _no_tree(f"they have columns of lengths {lengths}, and {self.counts} nodes")
-        for code, rows in zip("qqBd", columns, strict=False):
-            for row in rows:
-                array(code, row)
-        for b, parents in enumerate(self.parents):
-            if not parents or parents[0] != PADDING:
-                raise _no_tree(f"request {b} has no root")
-            wrong = [node for node, parent in enumerate(parents[1:], start=1) if not 0 <= parent < node]
-            if wrong:
-                raise _no_tree(f"node {wrong[0]} of request {b} is below node {parents[wrong[0]]}, no earlier one")
-            if self.scores is not None and isnan(sum(self.scores[b])) and any(map(isnan, self.scores[b])):
-                raise _no_tree(f"request {b} has a score that is no number")
-        self.checked = True
+        count = len(self.tokens)
+        lengths = len(self.parents), len(self.scores) or count, len(self.sources) or count
+        if {*lengths} != {count}:
+            raise _no_tree(f"its columns have lengths {[count, *lengths]}")
+        array("q", [*self.tokens, *self.parents]), array("d", self.scores), array("B", self.sources)
+        for node, parent in enumerate(self.parents, start=1):
+            if not 0 <= parent < node:
+                raise _no_tree(f"node {node} is below node {parent}, which is not an earlier one")
+        if any(map(math.isnan, self.scores)):
+            raise _no_tree("a score is not a number")
 
 
 def _no_tree(wrong: str) -> ConfigError:
     remedy = "list the nodes top down, the root is 0, and give every column an entry a node"
-    return ConfigError("lists that are no token trees", wrong, remedy)
-
-
-def _picked(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:
-    return [[row[n] for n in indices] for row, indices in zip(rows, nodes, strict=True)]
-
-
-def depths_below(parents: Sequence[int]) -> list[int]:
-    """Return depth of node 1, 2, ... from the parent of each."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return depths[1:]
+    return ConfigError("lists that are not a token tree", wrong, remedy)
 
 
 def padded_paths(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:

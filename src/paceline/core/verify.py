@@ -1,4 +1,4 @@
-"""Verification: choose the accepted path, as pure functions of a tree, the target's data at every node, and noise.
+"""Verification: choose the accepted path, as pure functions of trees, the target's data at every node, and noise.
 
 No model and no cache. ``p`` is the target's distribution and ``q`` the draft's, everywhere. Node n's row
 of ``p`` (or its entry of ``chosen``) is the target's choice *after* node n.
@@ -22,7 +22,7 @@ ResidualGumbel = Callable[[int, int], Tensor]
 """(request, node) -> [V] standard Gumbel noise for the token drawn after that node."""
 
 
-def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> Accepted:
+def walk(tree: TokenTree, chosen: Sequence[int]) -> Accepted:
     """Follow one tree along the tokens that the target itself chose after each node (sample and match).
 
     It chooses by argmax, or by a draw from p with noise keyed by seed, sample index and position.
@@ -34,15 +34,15 @@ def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -
     """
     path: list[int] = []
     frontier, want = 0, chosen[0]
-    for node in range(1, len(tokens)):
-        if parents[node] == frontier and tokens[node] == want and chosen[node] >= 0:
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
+        if parent == frontier and token == want and chosen[node] >= 0:
             path.append(node)
             frontier, want = node, chosen[node]
     return path, want
 
 
 def rejection(
-    tree: TokenTree,
+    trees: Sequence[TokenTree],
     p: Tensor,
     accept_uniform: Tensor,
     residual_gumbel: ResidualGumbel,
@@ -54,26 +54,26 @@ def rejection(
     renormalised. If all fail, the correction comes from the last p. Below a leaf the bonus comes from p itself.
 
     Args:
-        tree: sampled drafts; ``tree.q`` states what they were drawn from.
+        trees: [B] sampled drafts; ``tree.q`` states what they were drawn from.
         p: [B, N, V] float, the target's distribution after each node; rows at padding are not read.
         accept_uniform: [B, N] in [0, 1), decides on each node.
         residual_gumbel: noise for the correction or bonus.
 
     Raises:
-        CapabilityError: the tree has drafted nodes and no q.
+        CapabilityError: a tree has drafted nodes and no q.
         ConfigError: shapes that do not fit, or a node that q cannot have drawn.
 
     Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2 (chains); Jeon et al. 2024 (recursive
     rejection sampling), section 3.1 (siblings without replacement).
     """
-    drafts = _Drafts(tree, p, accept_uniform, residual_gumbel, "rejection sampling")
-    if tree.q is None:
+    drafts = _Drafts(trees, p, accept_uniform, residual_gumbel, "rejection sampling")
+    if not drafts.depth:
         return drafts.stopped(torch.zeros_like(drafts.last), drafts.rows(0))
-    return _reject_chain(drafts) if tree.is_chain else _reject_tree(drafts)
+    return _reject_chain(drafts) if all(tree.is_chain for tree in trees) else _reject_tree(drafts)
 
 
 def block(
-    tree: TokenTree,
+    trees: Sequence[TokenTree],
     p: Tensor,
     accept_uniform: Tensor,
     residual_gumbel: ResidualGumbel,
@@ -91,20 +91,20 @@ def block(
     Where the paper's h is 0 / 0 (p and q agree after a fully accepted block) it is 1 here: the longer block is then
     accepted with certainty, so the value has no effect.
     """
-    if not tree.is_chain:
+    if not all(tree.is_chain for tree in trees):
         raise CapabilityError(
             "block verification of a token tree",
             "it is defined for chains, and this tree has branches",
             "let the drafter propose a chain, or verify with rejection or sample_and_match",
         )
-    drafts = _Drafts(tree, p, accept_uniform, residual_gumbel, "block verification")
-    if tree.q is None:
+    drafts = _Drafts(trees, p, accept_uniform, residual_gumbel, "block verification")
+    if not drafts.depth:
         return drafts.stopped(torch.zeros_like(drafts.last), drafts.rows(0))
     return _block_chain(drafts)
 
 
 def lossy_stream_rejection(
-    tree: TokenTree,
+    trees: Sequence[TokenTree],
     p: Tensor,
     accept_uniform: Tensor,
     residual_gumbel: ResidualGumbel,
@@ -116,7 +116,7 @@ def lossy_stream_rejection(
     not drawn from q this shifts the output towards likely tokens.
 
     Args:
-        tree: drafts with scores; log q of a node is its score less its parent's.
+        trees: [B] drafts with scores; log q of a node is its score less its parent's.
         p, accept_uniform, residual_gumbel: as for `rejection`.
 
     Raises:
@@ -124,25 +124,23 @@ def lossy_stream_rejection(
 
     Source: Speculative Streaming, eq. 9 and appendix F.
     """
-    if tree.scores is None and max(tree.counts) > 1:
+    if any(len(tree) > len(tree.scores) for tree in trees):
         raise ConfigError(
             "stream rejection of a tree without scores",
-            "it needs the streams' probability of every node",
-            "draft with streams, or verify with sample_and_match",
+            "it needs the drafter's probability of every node",
+            "give every node a score, or verify with sample_and_match",
         )
-    _check_shapes(tree, p, accept_uniform, "stream rejection")
+    _check_shapes(trees, p, accept_uniform, "stream rejection")
     paths = []
-    for b, (tokens, parents) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        scores = [0.0] * len(tokens) if tree.scores is None else tree.scores[b]
-        above = [max(parent, 0) for parent in parents]
-        p_token = p[b, above, tokens].double()
-        log_q = [score - scores[parent] for score, parent in zip(scores, above, strict=True)]
+    for b, tree in enumerate(trees):
+        p_token = p[b, tree.parents, tree.tokens].double()
+        log_q = [score - tree.score(parent) for score, parent in zip(tree.scores, tree.parents, strict=True)]
         q_token = torch.tensor(log_q, dtype=torch.float64, device=p.device).exp()
-        passed = (accept_uniform[b, : len(tokens)].double() * q_token < p_token).tolist()
+        passed = (accept_uniform[b, 1 : len(tree) + 1].double() * q_token < p_token).tolist()
         accepted_paths: list[list[int] | None] = [[]]  # the accepted path to each node
-        for node in range(1, len(tokens)):
-            before = accepted_paths[parents[node]]
-            accepted_paths.append([*before, node] if passed[node] and before is not None else None)
+        for node, (parent, ok) in enumerate(zip(tree.parents, passed, strict=True), start=1):
+            before = accepted_paths[parent]
+            accepted_paths.append([*before, node] if ok and before is not None else None)
         paths.append(max((path for path in accepted_paths if path is not None), key=len))
     frontier = torch.tensor([path[-1] if path else 0 for path in paths], device=p.device)
     rows = p[torch.arange(len(paths), device=p.device), frontier].double()
@@ -156,28 +154,29 @@ class _Drafts:
     """Sampled drafts as tensors, next to what decides on them."""
 
     def __init__(
-        self, tree: TokenTree, p: Tensor, accept_uniform: Tensor, residual_gumbel: ResidualGumbel, what: str
+        self, trees: Sequence[TokenTree], p: Tensor, accept_uniform: Tensor, residual_gumbel: ResidualGumbel, what: str
     ) -> None:
-        if tree.q is None and max(tree.counts) > 1:
+        if any(len(tree) and not tree.q for tree in trees):
             raise CapabilityError(
                 f"{what} of a tree without q",
                 "it needs the distribution that every drafted node was drawn from, and either the draft was not"
                 " sampled or q was dropped because a choice among the nodes changed the drawn set",
                 "draft with sampled proposals within the budget, or verify with sample_and_match, which takes any tree",
             )
-        _check_shapes(tree, p, accept_uniform, what)
-        if tree.q is not None and tree.q.shape != p.shape:
-            raise ConfigError(
-                f"{what} with q of shape {tuple(tree.q.shape)}",
-                f"p has the shape {tuple(p.shape)}",
-                "give q one row over the whole vocabulary for every node, padding and leaves included",
-            )
-        self.p, self.q = p, None if tree.q is None else tree.q.to(p.device)
+        _check_shapes(trees, p, accept_uniform, what)
+        first = next((row for tree in trees for row in tree.q.values()), p)
+        self.p, self.q = p, torch.zeros(p.shape, dtype=first.dtype, device=p.device)
+        for b, tree in enumerate(trees):
+            for node, row in tree.q.items():
+                if row.shape != p.shape[2:]:
+                    subject, wrong = f"{what} with q of shape {tuple(row.shape)}", f"p has {p.shape[2]} tokens"
+                    raise ConfigError(subject, wrong, "give every node with children a row of q over all tokens")
+                self.q[b, node] = row
         self.uniform, self.noise = accept_uniform.double(), residual_gumbel
-        self.tokens = as_tensor(tree.tokens, 0).to(p.device)  # [B, N]
-        self.parents = as_tensor(tree.parents, PADDING).to(p.device)  # [B, N]
-        self.last = torch.tensor(tree.counts, device=p.device) - 1  # [B] drafted nodes
-        self.depth = max(map(max, tree.depths()))
+        self.tokens = as_tensor([[0, *tree.tokens] for tree in trees], 0).to(p.device)  # [B, N]
+        self.parents = as_tensor([[PADDING, *tree.parents] for tree in trees], PADDING).to(p.device)  # [B, N]
+        self.last = torch.tensor([*map(len, trees)], device=p.device)  # [B] drafted nodes
+        self.depth = max(tree.depth for tree in trees)
         self.batch = torch.arange(len(self.last), device=p.device)
 
     def rows(self, nodes: Tensor | int) -> Tensor:
@@ -186,12 +185,10 @@ class _Drafts:
 
     def q_rows(self, nodes: Tensor | int) -> Tensor:
         """Return [B, V] float64: q after ``nodes`` [B]."""
-        assert self.q is not None
         return self.q[self.batch, nodes].double()
 
     def token_probs(self) -> tuple[Tensor, Tensor]:
         """p and q of every drafted token below its parent, [B, N - 1] float64 each; 1 at padding."""
-        assert self.q is not None
         parents, tokens = self.parents[:, 1:].clamp(min=0), self.tokens[:, 1:]
         drafted = self.parents[:, 1:] >= 0
         p_token = torch.where(drafted, self.p[self.batch[:, None], parents, tokens].double(), 1.0)
@@ -281,8 +278,8 @@ def _block_chain(drafts: _Drafts) -> list[Accepted]:
 # ---- shared parts
 
 
-def _check_shapes(tree: TokenTree, p: Tensor, accept_uniform: Tensor, what: str) -> None:
-    size = len(tree.counts), max(tree.counts)
+def _check_shapes(trees: Sequence[TokenTree], p: Tensor, accept_uniform: Tensor, what: str) -> None:
+    size = len(trees), 1 + max(map(len, trees))
     if p.dim() != 3 or p.shape[:2] != size or accept_uniform.shape != size:
         raise ConfigError(
             f"{what} with p {tuple(p.shape)} and accept_uniform {tuple(accept_uniform.shape)}",

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..core.tree import TokenTree
     from .base import Drafter, DrafterSpec, DraftRequest, StepFeatures
     from .ngram import NgramConfig
     from .none import NoneConfig
-    from .proposal import Proposal
     from .registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
     from .suffix import SuffixConfig
     from .text_sessions import LookUp
@@ -23,7 +23,7 @@ _NAMES = {  # by the module that defines them
     "base": ["Drafter", "DrafterSpec", "DraftRequest", "StepFeatures"],
     "ngram": ["NgramConfig"],
     "none": ["NoneConfig"],
-    "proposal": ["Proposal"],
+    "..core.tree": ["TokenTree"],
     "registry": ["DrafterConfig", "DrafterContext", "build", "describe", "option", "parse", "register"],
     "suffix": ["SuffixConfig"],
     "text_sessions": ["LookUp"],

@@ -1,7 +1,7 @@
 """The contract of a drafter: what it declares, and what the engine calls.
 
 A drafter declares what it reads and can do (`DrafterSpec`, data checked at start-up), is shown every committed token in
-`observe`, and returns one token tree a sequence from `propose`.
+`observe`, and returns one token tree a sequence from `draft`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.tree import TokenTree
-from .proposal import Proposal, to_tree
-from .sessions import DraftSessions, Opening, chains
+from .sessions import ROOT, Ask, DraftSessions, Opening
 
 if TYPE_CHECKING:
     from ..core.sequence import Sequence
@@ -81,13 +80,15 @@ class DraftRule(Protocol):
     def level_chance(self, source: int, count: int) -> float:
         """Return the chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
 
-    def select(self, views: abc.Sequence[Sequence], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
-        """Return the nodes to check, of a proposal that took so many passes (`DraftRequest.passes`); None: none."""
+    def select(
+        self, views: abc.Sequence[Sequence], trees: list[TokenTree], passes: int | None = None
+    ) -> list[TokenTree]:
+        """Return the nodes to check, of drafts that took so many passes (`DraftRequest.passes`); empty: none of all."""
 
 
 @dataclass(slots=True)
 class DraftRequest:
-    """The argument of `propose`: a tree is wanted for each sequence, within its budget."""
+    """The argument of `draft`: a tree is wanted for each sequence, within its budget."""
 
     sequences: abc.Sequence[Sequence]  # [B]
     budgets: abc.Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
@@ -97,7 +98,7 @@ class DraftRequest:
     # [B] the target's K/V of each: of all tokens but the root, which has the first reserved slot; the reserved ones are
     # free to write to, since verification writes them again. All else is read only
     caches: abc.Sequence[SequenceCache] = ()
-    passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
+    passes: int | None = None  # set by `draft`: passes of its network; None: as many as the deepest node's depth
 
     def rows(self) -> abc.Iterator[tuple[Sequence, int, int]]:
         """Sequence, budget and depth of each."""
@@ -107,10 +108,6 @@ class DraftRequest:
     def log_floor(self) -> float:
         """Log of `floor`, for scores of paths."""
         return log(min(self.floor, 1.0)) if self.floor > 0 else -inf
-
-    def roots(self) -> list[int]:
-        """[B] tokens of the roots."""
-        return [s.tokens[-1] for s in self.sequences]
 
 
 @dataclass(slots=True)
@@ -128,15 +125,15 @@ class StepFeatures:
 
 
 class Drafter:
-    """Proposes draft tokens. A drafter has a `spec`, and one of three: `sessions`, `draft` or `propose`.
+    """Drafts tokens. A drafter has a `spec`, and `sessions` or `draft`.
 
-    `propose` makes trees of what `draft` gives, and `draft` grows `sessions`. A drafter overrides the first of these
-    that it does better: where one compiled call grows a whole draft, for example, or where drafts are not chains.
+    `draft` grows `sessions` level by level. A drafter overrides it where one compiled call grows a whole draft, for
+    example, or where drafts are not chains.
     """
 
     spec: DrafterSpec
     parts: abc.Sequence[Drafter] = ()  # the drafters that it calls
-    trusted: ClassVar[bool] = False  # whether what `draft` gives needs no check; see `TokenTree.from_parents`
+    trusted: ClassVar[bool] = False  # whether what `draft` returns needs no `TokenTree.check`
     own_sessions: DraftSessions | None = None  # that it keeps; `draft` grows them, or does what they do in one call
     _lengths: dict[int, int]  # sequence -> tokens that its own session knows
 
@@ -156,31 +153,44 @@ class Drafter:
     def sessions(self, rows: int) -> DraftSessions:
         """Return sessions that draft from tokens alone, where `DrafterSpec.ahead`.
 
-        Called once, after `bind`; rounds that use them call `observe` where there are taps, and never `propose`.
+        Called once, after `bind`; rounds that use them call `observe` where there are taps, and never `draft`.
 
         Args:
             rows: drafted nodes that a sequence may hold at once.
         """
-        raise NotImplementedError(f"{type(self).__name__} has neither sessions nor draft nor propose")
+        raise NotImplementedError(f"{type(self).__name__} has neither sessions nor draft")
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
-        """[B] drafted nodes, within each budget and max depth."""
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
+        """Return [B] trees below each sequence's last token, within each budget and max depth.
+
+        Here: chains of the sessions, all sequences together, as deep as is requested and `DraftRequest.floor` allows.
+        """
         if self.own_sessions is None:
             self.own_sessions, self._lengths = self.sessions(self.spec.window), {}
-        sessions = self.own_sessions
-        for view, budget, max_depth in want.rows():
-            if min(budget, max_depth) > 0:
+        sessions, trees = self.own_sessions, [TokenTree() for _ in want.sequences]
+        open_: dict[int, tuple[TokenTree, int, int]] = {}  # sequence -> its tree, its last node, tokens to draft
+        for tree, (view, budget, max_depth) in zip(trees, want.rows(), strict=True):
+            if (count := min(budget, max_depth)) > 0:
                 length = self._lengths.get(view.key)
                 if length is None:
                     sessions.open(Opening.of(view))
                 else:
                     sessions.commit(view.key, view.tokens[length:])
                 self._lengths[view.key] = len(view.tokens)
-        return chains(sessions, want, self.spec.window)
-
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """[B, N] trees; every root is the sequence's last token; within each budget and max depth."""
-        return to_tree(want.roots(), self.draft(want), trusted=self.trusted)
+                open_[view.key] = tree, ROOT, min(count, self.spec.window)
+        floor = want.log_floor
+        while open_:
+            asks = [Ask(key, expand=[tip], most=[count]) for key, (_, tip, count) in open_.items()]
+            for ask, grown in zip(asks, sessions.grow(asks), strict=True):
+                tree, _, count = open_.pop(ask.key)
+                for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
+                    tree.add(len(tree), token, log_q + tree.score(len(tree)))
+                    if tree.scores[-1] < floor:
+                        break
+                more = count - len(grown.tokens)
+                if grown.nodes and more > 0 and tree.scores[-1] >= floor:
+                    open_[ask.key] = tree, grown.nodes[-1], more
+        return trees
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Drop all state of sequences that ended or were preempted."""

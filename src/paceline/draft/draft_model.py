@@ -25,6 +25,7 @@ import torch
 from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from ..kernels.drafts import ChainStart, TreeStart, grow, roll
 from ..kernels.layers import Stack
 from ..kv.pool import KVPool
@@ -33,7 +34,6 @@ from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
 from .model_sessions import ModelSessions
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
 
@@ -183,7 +183,7 @@ class DraftModel(Drafter):
         return self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
 
     @inference
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One tree a sequence, level by level, all sequences together."""
         self._grower = self._grower.bounded(want.log_floor)
         growths = [self._start(*row) for row in want.rows()]
@@ -194,7 +194,7 @@ class DraftModel(Drafter):
         else:
             self._grower.grow(able, self.model.logits_after)
         # Of a dynamic tree the best nodes: a node's score is never above its parent's.
-        return [g.draft.best(g.budget) if self.config.topk > 1 else g.draft for g in growths]
+        return [g.tree.best(g.budget) if self.config.topk > 1 else g.tree for g in growths]
 
     def _roll(self, growths: abc.Sequence[Growth], stack: Stack) -> None:
         """Grow chains in one compiled call."""
@@ -208,7 +208,7 @@ class DraftModel(Drafter):
             )
         for growth, drafted in zip(growths, roll(stack, chains, self.model.pool, self._vocab), strict=True):
             growth.follow(drafted)
-            self.model.computed(growth.sequence, growth.draft, len(drafted) - 1)
+            self.model.computed(growth.sequence, growth.tree, len(drafted) - 1)
 
     def _sprout(self, growths: abc.Sequence[Growth], stack: Stack) -> None:
         """Grow trees in one compiled call."""
@@ -223,8 +223,8 @@ class DraftModel(Drafter):
         pool, floor = self.model.pool, self._grower.floor
         grown = grow(stack, seeds, config.factors, config.topk, floor, pool, self._vocab)
         for growth, tree in zip(growths, grown, strict=True):
-            growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
-            self.model.computed(growth.sequence, growth.draft, tree.forwarded)
+            growth.tree = TokenTree(tree.tokens, tree.parents, tree.scores)
+            self.model.computed(growth.sequence, growth.tree, tree.forwarded)
 
     def _start(self, view: Sequence, budget: int, max_depth: int) -> Growth:
         """Return a tree that is still empty; its budget is 0 where the target continues alone."""

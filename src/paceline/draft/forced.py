@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from .base import DrafterSpec
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
 
@@ -35,9 +35,9 @@ class ForcedDrafter(LookUp):
         self.config = config
         self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
 
-    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> TokenTree:
         """Return a chain of the tokens that the grammar forces."""
-        return Proposal.chain(self._forced(seq, (), min(self.config.depth, budget, max_depth)), CHANCE)
+        return TokenTree.chain(self._forced(seq, (), min(self.config.depth, budget, max_depth)), CHANCE)
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return the one token that the grammar forces, if it forces one."""

@@ -1,7 +1,7 @@
 """Growing a draft tree level by level, from the logits after its last nodes: what all drafters with a network share.
 
 Three shapes: a chain; a static tree, with so many children a level (SpecInfer, Miao et al. 2024); a dynamic one, of the
-top-k children of the best nodes (EAGLE-2, Li et al. 2024b, section 4.1), of which `Proposal.best` keeps the best by
+top-k children of the best nodes (EAGLE-2, Li et al. 2024b, section 4.1), of which `TokenTree.best` keeps the best by
 cumulative probability (its re-ranking, section 4.2).
 """
 
@@ -16,21 +16,20 @@ import torch
 from torch import Tensor
 
 from ..core.sequence import Sequence
-from ..core.tree import padded_paths
+from ..core.tree import TokenTree, padded_paths
 from ..kv.pool import SequenceCache
-from .proposal import Proposal
 
 NONE = torch.empty(0)
 
 
 @dataclass(slots=True)
 class Growth:
-    """A tree while it grows. Node i + 1 is entry i, node 0 the root."""
+    """One sequence's tree while it grows."""
 
     sequence: Sequence
     budget: int
     max_depth: int
-    draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
+    tree: TokenTree = field(default_factory=TokenTree)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     cache: SequenceCache | None = None  # the target's K/V of the text, where the target's layers draft
     logits: Tensor = NONE  # [levels, V] raw, where a whole tree is made of a draft's levels
@@ -41,34 +40,22 @@ class Growth:
         sampler = self.sequence.sampler
         return None if sampler.plain else sampler.rules
 
-    def path(self, node: int) -> list[int]:
-        """Nodes from below the root to ``node``."""
-        nodes: list[int] = []
-        while node:
-            nodes.append(node)
-            node = self.draft.parents[node - 1]
-        return nodes[::-1]
-
     def add(self, parent: int, token: int, log_q: float) -> int:
         """Append a child; returns its node."""
-        return self.draft.add(parent, token, self.score(parent) + log_q)
+        return self.tree.add(parent, token, self.tree.score(parent) + log_q)
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from below the root to ``node``."""
+        return [self.tree.tokens[n - 1] for n in self.tree.path(node)]
 
     def token(self, node: int) -> int:
         """Return the token of a node; the root's is the text's last."""
-        return self.draft.tokens[node - 1] if node else self.sequence.tokens[-1]
+        return self.tree.tokens[node - 1] if node else self.sequence.tokens[-1]
 
     def follow(self, chain: abc.Sequence[tuple[int, float]]) -> None:
         """Append a chain below the root: tokens and their log q."""
         for node, (token, log_q) in enumerate(chain):
             self.add(node, token, log_q)
-
-    def score(self, node: int) -> float:
-        """Cumulative log q of a node."""
-        return self.draft.log_scores[node - 1] if node else 0.0
-
-    def depth(self, node: int) -> int:
-        """Return the depth of a node; the root's is 0."""
-        return len(self.path(node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +112,12 @@ class Grower:
 
     def _sequence_scores(self, growth: Growth, logits: Tensor) -> Tensor:
         sampler = growth.sequence.sampler
-        paths = [[growth.draft.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
-        positions = [len(growth.sequence.tokens) + growth.depth(node) for node in growth.frontier]
+        paths = [growth.path(node) for node in growth.frontier]
+        positions = [len(growth.sequence.tokens) + len(path) for path in paths]
         if self.proposes != "sampled":
             return sampler.ranked(logits, paths, positions, self.proposes == "coupled")
         probs = sampler.probs(logits, padded_paths(paths, logits.device))  # [n, V]
-        growth.draft.q.update(zip(growth.frontier, probs, strict=True))
+        growth.tree.q.update(zip(growth.frontier, probs, strict=True))
         return probs.log() + sampler.draft_noise(positions, growth.frontier, logits.device)
 
     def _next_frontier(self, growth: Growth, fresh: list[int], level: int) -> list[int]:
@@ -138,12 +125,12 @@ class Grower:
         if level >= growth.max_depth:
             return []
         if self.topk > 1:
-            fresh = sorted(fresh, key=growth.score, reverse=True)[: self.topk]
+            fresh = sorted(fresh, key=growth.tree.score, reverse=True)[: self.topk]
         else:
-            following = len(growth.draft) + len(fresh) * self.factors[level]
+            following = len(growth.tree) + len(fresh) * self.factors[level]
             if following > growth.budget:
                 return []
-        return sorted(node for node in fresh if growth.score(node) >= self.floor)
+        return sorted(node for node in fresh if growth.tree.score(node) >= self.floor)
 
 
 def compiles(growths: abc.Sequence[Growth], proposes: str) -> bool:

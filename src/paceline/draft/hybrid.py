@@ -6,7 +6,7 @@ passes. So each is called only for sequences where what it adds to the drafts on
 `engine.auto` states where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
 drafter is called unless those before it are nearly sure of the next token.
 
-A drafter in the target's pass (streams) is called a step ahead: rows of the coming pass draft for the sequences that it
+A drafter in the target's pass is called a step ahead: rows of the coming pass draft for the sequences that it
 is called for, and their drafts are merged in the step after it, with those of the others.
 """
 
@@ -23,9 +23,9 @@ import torch
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from .base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from .none import NoneConfig
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
 from .sessions import DraftSessions
 from .text_sessions import LookUp, LookUps, TextSessions
@@ -48,8 +48,8 @@ class HybridConfig(DrafterConfig):
     nests: ClassVar[bool] = True
 
     parts: str = option(
-        help="drafters joined by +, cheapest first, their options behind ;: suffix;depth=8+draft_model:NAME;topk=2, "
-        "or suffix+streams:NAME. A model's name alone: a suffix look-up beside it"
+        help="drafters joined by +, cheapest first, their options after ;: suffix;depth=8+draft_model:NAME;topk=2. "
+        "A model's name alone: a suffix look-up is added"
     )
     nodes: int = option(24, help="most nodes of a merged draft", minimum=1, maximum=1024)
     dtype: str = option(
@@ -206,9 +206,9 @@ class Hybrid(Drafter):
         """Implement `Drafter`."""
         return max(part.scratch_slots(rows, sequences) for part in self.parts)
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One tree a sequence; a node's source is the drafter that proposed it first."""
-        drafts = [Proposal() for _ in want.sequences]
+        drafts = [TokenTree() for _ in want.sequences]
         first = [0.0 for _ in drafts]  # chance that each draft begins right
         for source in range(len(self.parts)):
             began = perf_counter()
@@ -237,7 +237,7 @@ class Hybrid(Drafter):
         source: int,
         want: DraftRequest,
         requested: abc.Sequence[int],
-        drafts: abc.Sequence[Proposal],
+        drafts: abc.Sequence[TokenTree],
         first: list[float],
     ) -> int:
         """Call one drafter, and merge its proposals. Returns the passes that it took."""
@@ -254,7 +254,7 @@ class Hybrid(Drafter):
             if not draft.tokens:
                 continue
             if source + 1 < len(self.parts):  # whom a later one is called for depends on it
-                begins = [score for score, parent in zip(draft.log_scores, draft.parents, strict=True) if not parent]
+                begins = [score for score, parent in zip(draft.scores, draft.parents, strict=True) if not parent]
                 chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
                 first[i] = max(first[i], chance)
             drafts[i].graft(draft, source)

@@ -5,15 +5,17 @@ A level is given by logits, or truncated by its best tokens and their log q, whe
 
 from __future__ import annotations
 
+import math
 from collections import abc
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
 
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from ..kernels.linear import top
 from .base import Levels, LevelScores
-from .proposal import Proposal, best_nodes
 
 
 def count(scores: LevelScores) -> int:
@@ -45,8 +47,8 @@ def best_levels(sets: abc.Sequence[tuple[Sequence, LevelScores]], k: int, couple
 
 def product_trees(
     rows: abc.Sequence[tuple[Sequence, LevelScores | None, int]], k: int, coupled: bool, floor: float = 0.0
-) -> list[Proposal]:
-    """For each sequence `best_nodes` of its levels; an empty proposal where it has none.
+) -> list[TokenTree]:
+    """For each sequence `best_nodes` of its levels; an empty tree where it has none.
 
     Args:
         rows: sequence, levels, nodes wanted.
@@ -54,7 +56,7 @@ def product_trees(
         floor: see `best_nodes`.
     """
     levels = iter(best_levels([(view, scores) for view, scores, _ in rows if scores is not None], k, coupled))
-    return [Proposal() if scores is None else best_nodes(*next(levels), nodes, floor) for _, scores, nodes in rows]
+    return [TokenTree() if scores is None else best_nodes(*next(levels), nodes, floor) for _, scores, nodes in rows]
 
 
 def _scores(view: Sequence, logits: Tensor, coupled: bool) -> Tensor:
@@ -73,3 +75,36 @@ def _best(rows: abc.Sequence[Tensor], k: int) -> abc.Iterator[Levels]:
         stop = start + len(part)
         yield tokens[start:stop], log_q[start:stop]
         start = stop
+
+
+def best_nodes(
+    tokens: abc.Sequence[abc.Sequence[int]], log_q: abc.Sequence[abc.Sequence[float]], budget: int, floor: float = 0.0
+) -> TokenTree:
+    """Return the best nodes of the product tree, by the sum of log q along their path, best first.
+
+    Args:
+        tokens: [depth][k] tokens of each level, likeliest first.
+        log_q: [depth][k] their log-probabilities, descending; -inf where a rule forbids the token.
+        budget: nodes wanted.
+        floor: chance of a path from which on nothing more is wanted; the best node always is.
+
+    A node is reached from its parent (the first child) or from the sibling before it, neither of which has a
+    smaller score; so a heap yields the nodes in order without listing the tree.
+    """
+    tree = TokenTree()
+    add = tree.add
+    most = -math.log(floor) if floor > 0 else math.inf
+    depth, heap, order = len(tokens), [(-log_q[0][0], 0, 0, 0, 0)], 1  # (-score, order, parent, level, rank)
+    while heap and len(tree.tokens) < budget:
+        cost, _, parent, level, rank = heappop(heap)
+        if cost == math.inf or (cost > most and tree.tokens):
+            break
+        node = add(parent, tokens[level][rank], -cost)
+        row = log_q[level]
+        if rank + 1 < len(row):
+            heappush(heap, (cost + row[rank] - row[rank + 1], order, parent, level, rank + 1))
+            order += 1
+        if level + 1 < depth:
+            heappush(heap, (cost - log_q[level + 1][0], order, node, level + 1, 0))
+            order += 1
+    return tree

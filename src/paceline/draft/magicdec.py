@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.inference import inference
+from ..core.tree import TokenTree
 from ..kernels.drafts import ChainStart, roll, sparse_view
 from ..kernels.layers import Stack
 from ..kv.pool import KVPool, SequenceCache
@@ -29,7 +30,6 @@ from ..model.packing import RowPacker
 from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_rotary
 from .growth import Grower, Growth, compiles
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option, proposes_option
 from .resampling import REFUSED
 
@@ -97,7 +97,7 @@ class MagicDec(Drafter):
         self.view = PoolView(self.shape, shape.rope, target.dtype, device)
 
     @inference
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """Return one chain a sequence, a token a pass, all sequences together."""
         growths = [Growth(*row) for row in want.rows()]
         for growth, cache in zip(growths, want.caches, strict=True):
@@ -112,7 +112,7 @@ class MagicDec(Drafter):
             self._grow_compiled(able, stack, grower.floor)
         elif able:
             grower.grow(able, self._forward)
-        return [growth.draft for growth in growths]
+        return [growth.tree for growth in growths]
 
     # -- its parts
 

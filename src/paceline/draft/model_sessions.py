@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from ..kv.pool import KVPool
 from ..model.base import Batch
 from ..model.decoder import Decoder
 from ..model.packing import RowPacker
 from ..model.parallel import LOGITS, NOTHING
-from .network_sessions import NetworkSessions, Session
-from .proposal import Proposal
+from .network_sessions import NetworkSessions
 from .sessions import ROOT
-from .text_sessions import Expansion
+from .text_sessions import DraftCache, Expansion
 
 PREFILL_ROWS = 512  # rows of one pass over a long text
 
@@ -44,14 +44,14 @@ class ModelSessions(NetworkSessions):
         super().__init__(vocab_size, eos_ids, coupled)
         self.decoder, self.pool = decoder, pool
 
-    def _begin(self, view: Sequence) -> Session:
-        return Session(view, cache=self.pool.open(view.tokens, expected=view.max_len), text_length=len(view.tokens))
+    def _begin(self, view: Sequence) -> DraftCache:
+        return DraftCache(view, cache=self.pool.open(view.tokens, expected=view.max_len), text_length=len(view.tokens))
 
     def forget(self) -> None:
         self.pool.forget()
         super().forget()
 
-    def _clear(self, tree: Session, tokens: abc.Sequence[int]) -> None:
+    def _clear(self, tree: DraftCache, tokens: abc.Sequence[int]) -> None:
         """Drop all nodes.
 
         K/V of drafted nodes that became text is kept, but for the last token: the next draft needs the logits after it.
@@ -65,16 +65,16 @@ class ModelSessions(NetworkSessions):
         super()._clear(tree, tokens)
         self._keep(tree, rows, len(rows))
 
-    def _keep(self, tree: Session, rows: abc.Sequence[int], done: int) -> None:
+    def _keep(self, tree: DraftCache, rows: abc.Sequence[int], done: int) -> None:
         self.pool.settle([(tree.cache, rows, done)])
         tree.cache.publish(tree.view.tokens)
 
-    def _prepare(self, session: Session, nodes: abc.Sequence[int]) -> Expansion | None:
+    def _prepare(self, session: DraftCache, nodes: abc.Sequence[int]) -> Expansion | None:
         chosen = [node for node in nodes if self._may_expand(session, node)] if self._asked(session) else []
         computed = session.uncomputed(chosen)
         return Expansion(session, chosen, computed) if chosen and self.make_room(session, len(computed)) else None
 
-    def _may_expand(self, session: Session, node: int) -> bool:
+    def _may_expand(self, session: DraftCache, node: int) -> bool:
         """Return whether a node's own pass is possible and of use: the draft has its tokens and its position.
 
         The root is expanded while its K/V is not there; after that it has children.
@@ -86,7 +86,7 @@ class ModelSessions(NetworkSessions):
             return False
         return len(session.view.tokens) + len(path) <= self.decoder.config.max_position
 
-    def reads(self, session: Session) -> bool:
+    def reads(self, session: DraftCache) -> bool:
         """Return whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
 
         Heads of one family often differ in how far they are padded. A target whose head is the wider one may be
@@ -99,7 +99,7 @@ class ModelSessions(NetworkSessions):
             session.read += 1
         return session.read == len(tokens)
 
-    def make_room(self, session: Session, rows: int) -> bool:
+    def make_room(self, session: DraftCache, rows: int) -> bool:
         """Compute all but the last part of a long text, and reserve rows; False: the pool is full."""
         while session.pending > PREFILL_ROWS:
             if not self._reserve(session, PREFILL_ROWS - session.pending):
@@ -123,7 +123,7 @@ class ModelSessions(NetworkSessions):
             self._entered(one.session, one.computed)
         return logits
 
-    def computed(self, view: Sequence, draft: Proposal, forwarded: int) -> None:
+    def computed(self, view: Sequence, draft: TokenTree, forwarded: int) -> None:
         """Note what compiled code did: K/V of the text's pending tokens, then of the first nodes of a draft."""
         session, numbers = self.follow(view), [ROOT]
         for row, parent in enumerate(draft.parents[:forwarded]):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -27,27 +26,8 @@ from ..kv.pool import KVPool
 from ..model.packing import RowPacker
 from .base import Drafter, StepFeatures
 from .growth import Growth, likeliest
-from .sessions import ROOT, NewNodes, Opening
-from .text_sessions import DraftTree, Expansion, LookUps, TextSessions, opened
-
-
-@dataclass(slots=True)
-class Session(DraftTree):
-    """A sequence's text and tree, and what is computed of both."""
-
-    cache: Any = None  # its K/V
-    read: int = 0  # leading tokens of the text that the draft has an embedding for
-    text_length: int = 0  # tokens of the text that the tree hangs below
-
-    @property
-    def pending(self) -> int:
-        """Rows that the text's K/V lacks."""
-        return len(self.view.tokens) - int(self.cache.committed)
-
-    def uncomputed(self, ends: abc.Iterable[int]) -> list[int]:
-        """Return the nodes to compute for the wanted ones' logits: these, and ancestors without K/V, parents first."""
-        nodes = {node for end in ends for node in self.path(end) if node == end or self.nodes[node].row < 0}
-        return sorted(nodes, key=lambda node: (self.nodes[node].depth, node))
+from .sessions import ROOT, Opening
+from .text_sessions import Expansion, LookUps, TextSessions, opened
 
 
 class NetworkSessions(TextSessions):
@@ -111,8 +91,7 @@ class NetworkSessions(TextSessions):
         parts = []
         for growth in growths:
             session = self.follow(growth.sequence)
-            paths = [[growth.token(above) for above in growth.path(node)] for node in growth.frontier]
-            nodes = [reduce(session.add, path, ROOT) for path in paths]
+            nodes = [reduce(session.add, growth.path(node), ROOT) for node in growth.frontier]
             parts.append(Expansion(session, nodes, session.uncomputed(nodes)))
             self._reserve(session, len(parts[-1].computed))  # in blocks that are there
         return self._compute(parts)
@@ -123,14 +102,13 @@ class NetworkSessions(TextSessions):
         """Compute one pass, and add the children from its logits."""
         logits = self._compute(ready)
         for one, scores in zip(ready, logits.split([len(one.parents) for one in ready]), strict=True):
-            self._add_children(one.session, one.parents, scores, one.ask.width, one.grown)
+            self._add_children(one, scores)
 
-    def _add_children(self, session: Any, parents: list[int], logits: Tensor, width: int, grown: NewNodes) -> None:
-        scores = self._scores(session, parents, logits, width)
-        if scores is None:
-            return
-        for parent, children in zip(parents, likeliest(scores, width), strict=True):
-            self._put(session, parent, self.source, children, grown)
+    def _add_children(self, one: Expansion, logits: Tensor) -> None:
+        scores = self._scores(one.session, one.parents, logits, one.ask.width)
+        children = [] if scores is None else likeliest(scores, one.ask.width)
+        for parent, pairs in zip(one.parents, children, strict=False):
+            self._put(one.session, parent, self.source, pairs, one.grown)
 
     def _scores(self, session: Any, parents: abc.Sequence[int], logits: Tensor, width: int) -> Tensor | None:
         """Return what children are ranked by; None: the request's own rules fail, and will end it.

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .. import kernels
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from ..kernels.lookup import NgramTexts
 from .base import DrafterSpec, DraftRequest
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
 
@@ -103,7 +103,7 @@ class NgramDrafter(LookUp):
         if kernels.in_use() is not None:
             self._texts = NgramTexts(config.min_ngram, config.max_ngram, LONGEST)
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """`draft_one` for all, in one compiled call where there is one."""
         texts, most = self._texts, self.config.depth
         if texts is None:
@@ -112,15 +112,19 @@ class NgramDrafter(LookUp):
         rows = zip(want.sequences, depths, strict=True)
         requested = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
         drafts = iter(texts.draft(requested) if requested else ())
-        return [_proposal(*next(drafts), depth) if depth > 0 else Proposal() for depth in depths]
+        return [_proposal(*next(drafts), depth) if depth > 0 else TokenTree() for depth in depths]
 
-    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> TokenTree:
         """Return a chain."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
-            return Proposal()
-        index = self._index(seq)
-        return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
+            return TokenTree()
+        for n, follower in self._index(seq).matches(seq.tokens):
+            copied = seq.tokens[follower : follower + depth]
+            while len(copied) < depth:  # past the end, what was just copied repeats (periodic text)
+                copied.append(copied[follower - len(seq.tokens)])  # one period back: len(tokens) - follower
+            return _proposal(matched(seq.tokens, n, follower), copied, depth)
+        return TokenTree()
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return what followed the longest n-grams of the text that end text and path."""
@@ -172,20 +176,8 @@ def matched(tokens: abc.Sequence[int], n: int, follower: int) -> int:
     return n
 
 
-def _copy(tokens: abc.Sequence[int], follower: int, depth: int) -> list[int]:
-    """``depth`` tokens from ``follower`` on; past the end, what was just copied repeats (periodic text)."""
-    copied = list(tokens[follower : follower + depth])
-    while len(copied) < depth:
-        copied.append(copied[follower - len(tokens)])  # one period back: the period is len(tokens) - follower
-    return copied
-
-
-def _chain(tokens: abc.Sequence[int], n: int, follower: int, depth: int) -> Proposal:
-    return _proposal(matched(tokens, n, follower), _copy(tokens, follower, depth), depth)
-
-
-def _proposal(matched: int, tokens: list[int], depth: int) -> Proposal:
-    return Proposal(tokens, _parents(depth), _trust(matched, depth)) if matched else Proposal()
+def _proposal(matched: int, tokens: list[int], depth: int) -> TokenTree:
+    return TokenTree(tokens, _parents(depth), _trust(matched, depth)) if matched else TokenTree()
 
 
 @cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..core.tree import TokenTree
 from .base import Drafter, DrafterSpec, DraftRequest
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext
 
 
@@ -25,6 +25,6 @@ class NoDrafter(Drafter):
 
     spec = DrafterSpec(name="none")
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
-        """Nothing."""
-        return [Proposal() for _ in want.sequences]
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
+        """Return empty trees."""
+        return [TokenTree() for _ in want.sequences]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from .base import DrafterSpec
 from .ngram import LONGEST, NgramIndex, log_trust
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
 
@@ -84,11 +84,11 @@ class PredictionDrafter(LookUp):
         self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
         self._places: dict[int, _Progress] = {}
 
-    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> TokenTree:
         """Return a chain, if the sequence has a prediction and its answer is in it."""
         tokens, run = self._next(seq, (), min(self.config.depth, budget, max_depth))
         scores = [log_trust(run, level) for level in range(1, len(tokens) + 1)]
-        return Proposal(tokens, [*range(len(tokens))], scores, matched=run)
+        return TokenTree(tokens, [*range(len(tokens))], scores)
 
     def continuations(self, sequence: Sequence, path: abc.Sequence[int], width: int) -> list[tuple[int, float]]:
         """Return the prediction's next token, if text and path are in it."""

@@ -252,7 +252,10 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
 
 def describe() -> list[DrafterRow]:
     """All drafters with their options; for those that cannot be loaded, the reason."""
-    return [*map(_describe, names()), *map(_describe_clash, _discovered()[1])]
+    rows, wrong = [*map(_describe, names())], "is not used: another drafter has the name"
+    for point in _discovered()[1]:
+        rows.append(DrafterRow(name=point.name, help="", origin=_package(point), error=f"{point.value} {wrong}"))
+    return rows
 
 
 def _describe(name: str) -> DrafterRow:
@@ -265,8 +268,3 @@ def _describe(name: str) -> DrafterRow:
         return DrafterRow(name=name, help="", origin=origin, error=str(error))
     summary = (chosen.__doc__ or "").strip().partition("\n")[0]
     return DrafterRow(name=name, help=summary, origin=origin, options=tuple(option_rows(chosen)))
-
-
-def _describe_clash(point: EntryPoint) -> DrafterRow:
-    error = f"{point.value} is not used: another drafter has the name"
-    return DrafterRow(name=point.name, help="", origin=_package(point), error=error)

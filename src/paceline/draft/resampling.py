@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from .base import LevelScores
 from .levels import count, cut
-from .proposal import Proposal
 from .registry import DrafterConfig, option
 
 FRESH, AGAIN = 0, 1  # source marks
@@ -43,8 +43,7 @@ class ResamplingConfig(DrafterConfig):
 
 _WHY = "cannot re-sample: its logits of a level depend on the tokens drafted in front of it, one of which was wrong"
 REFUSED: abc.Mapping[str, tuple[str, str]] = {
-    name: (_WHY, f"leave {name} out, or draft with lyanna, medusa or streams")
-    for name in ("resample", "extra", "threshold")
+    name: (_WHY, f"leave {name} out, or use a drafter that has it") for name in ("resample", "extra", "threshold")
 }  # for `DrafterConfig.refuses` of drafters without level logits
 
 
@@ -154,7 +153,7 @@ class Resampling:
             self._drafted.pop(key, None)
 
 
-def merge(fresh: Proposal, again: Proposal | None) -> Proposal:
+def merge(fresh: TokenTree, again: TokenTree | None) -> TokenTree:
     """Verification fusion: both trees below one root. A path that both have is a fresh node.
 
     Args:
@@ -163,6 +162,6 @@ def merge(fresh: Proposal, again: Proposal | None) -> Proposal:
     """
     if not again:
         return fresh
-    merged = Proposal(fresh.tokens[:], fresh.parents[:], fresh.log_scores[:])
+    merged = TokenTree(fresh.tokens[:], fresh.parents[:], fresh.scores[:])
     merged.graft(again, AGAIN)
     return merged

@@ -23,11 +23,9 @@ from pydantic import Field
 
 from ..core.grammar import Matcher
 from ..core.sampling import SamplingParams
-from .proposal import Proposal
 
 if TYPE_CHECKING:
     from ..core.sequence import Sequence
-    from .base import DraftRequest
 
 ROOT = 0
 
@@ -160,33 +158,3 @@ class AsyncSessions(DraftSessions, Protocol):
 
     def wait(self, growing: Pending, first: bool = False) -> None:
         """Wait until a growth is done, or for its first level alone."""
-
-
-def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Proposal]:
-    """One chain a sequence, all sequences together, as deep as it is wanted and `DraftRequest.floor` allows.
-
-    Args:
-        sessions: opened for these sequences, and without drafted nodes.
-        want: the request.
-        levels: of a chain, at most.
-    """
-    drafts = [Proposal() for _ in want.sequences]
-    going: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
-    for place, (view, budget, max_depth) in enumerate(want.rows()):
-        if (count := min(budget, max_depth, levels)) > 0:
-            going[view.key] = place, ROOT, count
-    floor = want.log_floor
-    while going:
-        asks = [Ask(key, expand=[tip], most=[count]) for key, (_, tip, count) in going.items()]
-        for ask, grown in zip(asks, sessions.grow(asks), strict=True):
-            place, _, count = going.pop(ask.key)
-            draft, score = drafts[place], 0.0
-            for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
-                score = log_q + (draft.log_scores[-1] if draft.log_scores else 0.0)
-                draft.add(len(draft), token, score)
-                if score < floor:
-                    break
-            more = count - len(grown.tokens)
-            if grown.nodes and more > 0 and score >= floor:
-                going[ask.key] = place, grown.nodes[-1], more
-    return drafts

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .. import kernels
 from ..core.sequence import Sequence
-from ..core.tree import depths_below
+from ..core.tree import TokenTree
 from ..kernels.lookup import SuffixTexts
 from .base import DrafterSpec, DraftRequest, StepFeatures
 from .ngram import log_trust
-from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
 
@@ -253,10 +252,6 @@ class SharedOutputs:
         self.generations[0].extend(output)
 
 
-def _chained(matched: int, tokens: list[int], log_scores: list[float]) -> Proposal:
-    return Proposal(tokens, [*range(len(tokens))], log_scores, matched)
-
-
 class SuffixDrafter(LookUp):
     """Drafts the most frequent continuations of the longest suffix seen before."""
 
@@ -300,7 +295,7 @@ class SuffixDrafter(LookUp):
             else:
                 self._outputs[seq.key] = seq.tokens, seq.prompt_len
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """`draft_one` for all, in one compiled call where there is one."""
         if self._texts is None:
             return super().draft(want)
@@ -309,15 +304,17 @@ class SuffixDrafter(LookUp):
             if budget > 0 and max_depth > 0:
                 self._outputs[seq.key] = seq.tokens, seq.prompt_len
                 texts.append((seq.key, seq.tokens, min(most, budget), min(most, max_depth)))
-        pairs = iter(self._texts.draft(texts) if texts else ())
-        rows = want.rows()
-        return [_chained(*next(pairs)) if budget > 0 and max_depth > 0 else Proposal() for _, budget, max_depth in rows]
+        drafts, trees = iter(self._texts.draft(texts) if texts else ()), list[TokenTree]()
+        for _, budget, max_depth in want.rows():
+            _, tokens, scores = next(drafts) if budget > 0 and max_depth > 0 else (0, [], [])
+            trees.append(TokenTree(tokens, [*range(len(tokens))], scores))
+        return trees
 
-    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> TokenTree:
         """Return the best scored draft of the own text and the shared outputs; empty where nothing matches."""
         config = self.config
         depth = min(config.depth, budget, max_depth)
-        best, best_score = Proposal(), 0.0
+        best, best_score, matched = TokenTree(), 0.0, 0
         if depth <= 0:
             return best
         state = self._sequence(seq)
@@ -327,11 +324,11 @@ class SuffixDrafter(LookUp):
             if match.matched < config.min_match or limit <= best_score:  # a node's score is 1 at most
                 continue
             drafted = self._chain(match, limit)
-            if (score := drafted.expected_accepted) > best_score:
-                best, best_score = drafted, score
-                best.matched = match.matched
-        for i, depth in enumerate(depths_below(best.parents)):  # frequencies do not depend on the length of the match
-            best.log_scores[i] += log_trust(best.matched, depth)
+            # Expected number of accepted tokens: the score of a speculation tree (SuffixDecoding).
+            if (score := sum(map(math.exp, drafted.scores))) > best_score:
+                best, best_score, matched = drafted, score, match.matched
+        for i, depth in enumerate(best.depths()[1:]):  # frequencies do not depend on the length of the match
+            best.scores[i] += log_trust(matched, depth)
         return best
 
     def release(self, keys: abc.Sequence[int]) -> None:
@@ -361,10 +358,10 @@ class SuffixDrafter(LookUp):
             state = self._sequences[seq.key] = _Sequence(seq, self.config.max_match)
         return state
 
-    def _chain(self, match: _Match, depth: int) -> Proposal:
+    def _chain(self, match: _Match, depth: int) -> TokenTree:
         """Follow the most frequent next token; stop where the path's frequency falls below ``min_prob``."""
         automaton, state, matched = match.automaton, match.state, match.matched
-        proposal, chance = Proposal(), 1.0
+        proposal, chance = TokenTree(), 1.0
         while len(proposal) < depth:
             state, matched = automaton.continued(state, matched)
             if matched < self.config.min_match:

@@ -13,8 +13,8 @@ from ..core.errors import ConfigError
 from ..core.inference import inference
 from ..core.sampling import SequenceSampler
 from ..core.sequence import Sequence
+from ..core.tree import TokenTree
 from .base import Drafter, DraftRequest
-from .proposal import Proposal
 from .sessions import ROOT, Ask, NewNodes, Opening
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class LookUp(Drafter):
         """Note the target, for sessions."""
         self.target = target
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """`draft_one` for every sequence. The result is read only."""
         return [self.draft_one(*row) for row in want.rows()]
 
-    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> TokenTree:
         """Draft for one sequence, without a tensor; tokens that are new since the last call are taken in now."""
         raise NotImplementedError(f"{type(self).__name__}.draft_one")
 
@@ -87,7 +87,11 @@ class LookUps:
             if sequence.sources is not None and source not in sequence.sources:
                 continue
             try:
-                matches = _allowed(sequence, path, part.continuations(sequence, path, width))
+                matches = part.continuations(sequence, path, width)
+                if matches and (matcher := sequence.sampler.matcher) is not None:
+                    paths = [[*path, token] for token, _ in matches]
+                    allowed = matcher.within(sequence.sampler.output_ids, paths)
+                    matches = [one for one, fits in zip(matches, allowed, strict=True) if fits]
             except ConfigError:  # of the request's grammar: the target meets it, too, and ends the request
                 continue
             if matches and (not best[1] or matches[0][1] > best[1][0][1]):
@@ -107,15 +111,6 @@ class LookUps:
             part.forget()
 
 
-def _allowed(sequence: Sequence, path: abc.Sequence[int], matches: Found) -> Found:
-    """Return the tokens that the sequence's grammar allows after ``path``."""
-    sampler = sequence.sampler
-    if sampler.matcher is None or not matches:
-        return matches
-    allowed = sampler.matcher.within(sampler.output_ids, [[*path, token] for token, _ in matches])
-    return [one for one, fits in zip(matches, allowed, strict=True) if fits]
-
-
 @dataclass(slots=True)
 class Node:
     """A node of a session's tree."""
@@ -128,14 +123,27 @@ class Node:
 
 
 @dataclass(slots=True)
-class DraftTree:
-    """One sequence: its text, and the nodes below its root by their numbers."""
+class DraftCache:
+    """Hold what is computed of one sequence: of its text, and of the nodes below its root by their numbers."""
 
     view: Sequence
     nodes: dict[int, Node] = field(default_factory=dict)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
     states: dict[int, Any] = field(default_factory=dict)  # by node: results of its row for rows below it
     fresh: int = ROOT + 1  # the next number
+    cache: Any = None  # K/V of a network
+    read: int = 0  # leading tokens of the text that the network has an embedding for
+    text_length: int = 0  # tokens of the text that the nodes hang below
+
+    @property
+    def pending(self) -> int:
+        """Return the rows that the text's K/V lacks."""
+        return len(self.view.tokens) - int(self.cache.committed)
+
+    def uncomputed(self, ends: abc.Iterable[int]) -> list[int]:
+        """Return the nodes to compute for the logits of some: these, and ancestors without K/V, parents first."""
+        nodes = {node for end in ends for node in self.path(end) if node == end or self.nodes[node].row < 0}
+        return sorted(nodes, key=lambda node: (self.nodes[node].depth, node))
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
         """Return a child of a node, new or there already."""
@@ -218,9 +226,9 @@ class TextSessions:
         self.look_ups, self._vocab, self._eos_ids = look_ups, vocab_size, eos_ids
         self._open: dict[int, Any] = {}  # by sequence: its tree
 
-    def _begin(self, view: Sequence) -> DraftTree:
+    def _begin(self, view: Sequence) -> DraftCache:
         """Return a sequence's tree, without nodes."""
-        return DraftTree(view)
+        return DraftCache(view)
 
     def open(self, opening: Opening) -> None:
         """Implement `DraftSessions`."""
@@ -275,7 +283,7 @@ class TextSessions:
 
     def reroot(self, key: int, node: int) -> None:
         """Implement `DraftSessions`."""
-        tree: DraftTree = self._open[key]
+        tree: DraftCache = self._open[key]
         tokens = tree.tokens(node)
         rows, done = tree.cut(node)
         self._say(tree, tokens)
@@ -283,12 +291,12 @@ class TextSessions:
 
     def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
         """Implement `DraftSessions`."""
-        tree: DraftTree = self._open[key]
+        tree: DraftCache = self._open[key]
         self._say(tree, tokens)
         self._clear(tree, tokens)
 
     @staticmethod
-    def _say(tree: DraftTree, tokens: abc.Sequence[int]) -> None:
+    def _say(tree: DraftCache, tokens: abc.Sequence[int]) -> None:
         tree.view.sampler.commit(tokens)
 
     def _clear(self, tree: Any, tokens: abc.Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, WorkerRestarted
 from ..core.options import option
 from ..draft.base import DrafterSpec
 from ..draft.local_sessions import LocalSessions
@@ -97,9 +97,11 @@ class SessionGuard:
         self._away = self._comes_back
 
     def __enter__(self) -> None:
-        """In here nothing is raised: decoding continues without the drafter, until it comes back where it can."""
+        """Catch what the drafter raises: decoding continues without it, until it comes back where it can."""
 
     def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> bool:
+        if isinstance(error, WorkerRestarted):  # of the target's ranks: the engine computes all again
+            return False
         if isinstance(error, Exception):
             why = f"drafter {self._drafter!r} failed: {type(error).__name__}: {error}"
             self._away = self._comes_back and not isinstance(error, ConfigError)

@@ -337,17 +337,19 @@ class AutoBudget(DraftBudget):
             if source != self._late:
                 self._learn_costs(source, ms)
 
-    def select(self, views: abc.Sequence[Sequence], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
-        """Return the nodes that pay for their rows; None where none does. See `DraftRule.select`."""
+    def select(
+        self, views: abc.Sequence[Sequence], trees: list[TokenTree], passes: int | None = None
+    ) -> list[TokenTree]:
+        """Return the nodes that pay for their rows; empty where none does. See `DraftRule.select`."""
         if self._one:
             self._note(0, dict.fromkeys([view.key for view in views], 1.0))
-        nodes = sum(tree.counts) - len(views)
+        nodes = sum(map(len, trees))
         if nodes and self._all and not self.learns:  # as it was found since the last look
-            return tree
+            return trees
         histories, ranked, levels = [self._histories[view.key] for view in views], [], 0
-        for b, history in enumerate(histories):
+        for b, (history, tree) in enumerate(zip(histories, trees, strict=True)):
             history.judge()
-            paths, deepest = history.propose(tree, b, None if tree.scores is None or self._blind else tree.scores[b])
+            paths, deepest = history.propose(tree, self._blind)
             ranked += [(-path, b, node) for node, path in enumerate(paths) if node]
             levels = max(levels, deepest)
         ranked.sort(key=lambda node: node[0])
@@ -363,15 +365,15 @@ class AutoBudget(DraftBudget):
             if self._one:
                 self._asks[0].passes = levels if passes is None else passes
             if new or not tries:  # a call is worth its gain once so many rows are known
-                self._learn_gains(histories, tree, ranked[:paying], prices[paying])
+                self._learn_gains(histories, trees, ranked[:paying], prices[paying])
         self._rested += nodes > 0 and not count
         self._choice, self._all = (self._batch, count, sum(chances[:count])), 0 < count == nodes and not tries
         if not 0 < count < nodes:
-            return tree if count else None
-        selected = [[0] for _ in views]
+            return trees if count else []
+        selected: list[list[int]] = [[] for _ in views]
         for _, b, node in sorted(ranked[:count], key=lambda node: node[1:]):
             selected[b].append(node)
-        return tree.subset(selected)
+        return [tree.subset(nodes_left) for tree, nodes_left in zip(trees, selected, strict=True)]
 
     def _tries_rows(self, rows: int) -> bool:
         """Return whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so.
@@ -387,14 +389,14 @@ class AutoBudget(DraftBudget):
     def _learn_gains(
         self,
         histories: abc.Sequence[History],
-        tree: TokenTree,
+        trees: abc.Sequence[TokenTree],
         nodes: abc.Sequence[tuple[float, int, int]],
         price: float,
     ) -> None:
         """Learn the gain of every call: for each sequence, the tokens expected beyond the price of their rows."""
-        gains = [[0.0] * len(self.sources) for _ in histories]
+        gains, marks = [[0.0] * len(self.sources) for _ in histories], [tree.marks for tree in trees]
         for path, b, node in nodes:
-            gains[b][0 if self._one else tree.sources[b][node]] -= path + price / len(nodes)
+            gains[b][0 if self._one else marks[b][node - 1]] -= path + price / len(nodes)
         for source, asks in enumerate(self._asks):
             for history, gain in zip(histories, gains, strict=True):
                 if history.view.key in asks.opens and not history.begun[source]:

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +25,6 @@ from ..core.errors import ConfigError
 from ..core.folders import user_cache
 from ..kernels.calls import RowSpan, TokenPass
 from ..kv.pool import KVPool, SequenceCache
-from ..model.base import Batch
 from ..model.decoder import Decoder
 from ..model.packing import RowPacker
 from ..model.parallel import BEST
@@ -214,14 +214,10 @@ class PassTimer:
             # Zeros that nobody wrote are one page of memory, read from the processor's caches. Four bytes of 60 are a
             # scale of 0.01, too.
             cache.fill_(0.5 if dtype.is_floating_point else 60)
-        self._caches = [self._filled(context, room) for _ in range(sequences)]
-
-    def _filled(self, context: int, room: int) -> SequenceCache:
-        cache = self._pool.open(expected=room)
-        if context:
-            cache.reserve(context)
-            self._pool.commit([(cache, range(context))])
-        return cache
+        self._caches = [self._pool.open(expected=room) for _ in range(sequences)]
+        for text in self._caches if context else ():
+            text.reserve(context)
+            self._pool.commit([(text, range(context))])
 
     @torch.inference_mode()
     def ms(self, sequences: int, rows: int, layers: int | None = None) -> float:
@@ -272,19 +268,14 @@ class PassTimer:
                 num_keys=first + rows,
                 prefix=first,
             )
-        if self._decoder.ranks is not None and layers == self._decoder.num_layers:
-            return self._run_ranks(packer.batch(), packer.rows)
-        state = self._decoder.embed(packer.batch())
-        self._decoder.run_layers(state, 0, layers, self._pool)
-        logits = self._decoder.logits(state)
-        if self._decoder.stack is None:  # compiled code chooses while it computes them
-            logits.argmax(dim=-1).tolist()
-
-    def _run_ranks(self, batch: Batch, rows: int) -> None:
-        decoder = self._decoder
-        with decoder.whole_run(batch, self._pool, BEST, range(rows)):
-            state = decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, self._pool)
-            decoder.best(state.hidden)
+        decoder, batch = self._decoder, packer.batch()
+        run = batch, self._pool, BEST, range(packer.rows)
+        with decoder.whole_run(*run) if layers == decoder.num_layers else nullcontext():
+            state = decoder.run_layers(decoder.embed(batch), 0, layers, self._pool)
+            if decoder.stack is not None and decoder.ranks is None:  # it chooses while it computes them
+                decoder.logits(state)
+            else:
+                decoder.best(state.hidden)
 
 
 def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostTable:

@@ -175,25 +175,23 @@ class History:
                 places[node] = place + 1
         self.proposal = []
 
-    def propose(self, tree: TokenTree, b: int, scores: abc.Sequence[float] | None) -> tuple[list[float], int]:
-        """Keep a new proposal, tree ``b`` of a batch, until the text shows what it was worth.
+    def propose(self, tree: TokenTree, blind: bool) -> tuple[list[float], int]:
+        """Keep a new proposal until the text shows what it was worth.
 
         Args:
-            scores: logs of its drafter's estimates of the paths; None: there are none, or none that may be used.
+            blind: whether its drafter's estimates of the paths may not be used.
 
         Returns:
             Chances of the paths to its nodes, the root included, and the deepest node's depth.
         """
         paths, depths = [1.0], [0]
-        scores = scores or [float("nan")] * tree.counts[b]
-        columns = zip(tree.tokens[b], tree.parents[b], tree.sources[b], scores, strict=True)
-        for node, (token, parent, mark, score) in enumerate(columns):
-            if node:
-                depth = depths[parent] + 1
-                cell, chance = self.chance(mark, score - scores[parent], depth)
-                self.proposal.append((token, parent, mark, cell, chance))
-                paths.append(paths[parent] * chance)
-                depths.append(depth)
+        scores = [float("nan")] * (len(tree) + 1) if blind or not tree.scores else [0.0, *tree.scores]
+        for token, parent, mark, score in zip(tree.tokens, tree.parents, tree.marks, scores[1:], strict=True):
+            depth = depths[parent] + 1
+            cell, chance = self.chance(mark, score - scores[parent], depth)
+            self.proposal.append((token, parent, mark, cell, chance))
+            paths.append(paths[parent] * chance)
+            depths.append(depth)
         self.base = len(self.view.tokens)
         return paths, max(depths)
 

@@ -91,8 +91,8 @@ def _masks(p: Pass, count: int, vocab_size: int) -> Tensor | None:
         return None
     words, at = torch.full((count, (vocab_size + 31) // 32), -1, dtype=torch.int32), 0
     for i, sampler in zip(p.generating, samplers, strict=True):
-        b = p.spans[i].tree_index
-        paths = p.tree.paths(b) if p.tree is not None and b >= 0 else [[]]
+        tree = p.spans[i].tree
+        paths = [[]] if tree is None else tree.paths()
         rows = words[at : at + len(paths)]
         at += len(paths)
         if sampler.matcher is not None:

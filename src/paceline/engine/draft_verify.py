@@ -1,6 +1,6 @@
 """Draft, verify, repeat.
 
-    propose -> one target pass over pending rows and tree nodes -> decide -> emit -> keep K/V -> observe
+    draft -> one target pass over pending rows and tree nodes -> decide -> emit -> keep K/V -> observe
 
 The pass is one compiled call where it can be, else it goes part by part. A `PassHook` takes part in it: before a layer
 it may add rows, drop rows and read states, and after the verdict it may read rows of the last accepted node.
@@ -95,9 +95,9 @@ class DraftVerifyRound:
         """One round."""
         began = perf_counter()
         drafting = [w for w in works if w.budget > 0 and w.generates]
-        tree = self.guard.propose(drafting, rule)
+        trees = self.guard.draft(drafting, rule)
         drafted = perf_counter()
-        p = lay_out(works, drafting, tree)
+        p = lay_out(works, drafting, trees)
         hook = self.hook(p)
         tapped = self._decide(p, hook)
         checked = perf_counter()

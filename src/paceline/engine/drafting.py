@@ -7,6 +7,7 @@ from collections import abc
 from contextlib import suppress
 from time import monotonic
 
+from ..core.errors import WorkerRestarted
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
 from ..draft.base import Drafter, DraftRequest, DraftRule, StepFeatures
@@ -56,13 +57,13 @@ class GuardedDrafter:
         """Implement `Round.past`."""
         return 0 if self.drafter is None or self.failure is not None else self.drafter.spec.past
 
-    def propose(self, drafting: abc.Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
+    def draft(self, drafting: abc.Sequence[Work], rule: DraftRule | None = None) -> list[TokenTree]:
         """Return the drafter's trees, checked, and of them the nodes that the rule chooses.
 
-        None if nothing is drafted, or if it failed.
+        Empty if nothing is drafted, or if it failed.
         """
         if self.drafter is None or self.failure is not None or not drafting:
-            return None
+            return []
         want = DraftRequest(
             sequences=[w.sequence for w in drafting],
             budgets=[w.budget for w in drafting],
@@ -72,35 +73,26 @@ class GuardedDrafter:
             caches=[w.sequence.cache for w in drafting if w.sequence.cache is not None],
         )
         try:
-            tree = self._fit(self.drafter.propose(want), want)
+            trees = self._fit(self.drafter.draft(want), want)
+        except WorkerRestarted:  # of the target's ranks: the engine computes all again
+            raise
         except Exception as error:
             if self._spare(drafting):  # what the drafter had begun for these sequences is dropped
                 self.release([w.sequence for w in drafting])
             else:
                 self._put_aside(error, want.sequences)
-            return None
-        if any(view.sampler.matcher is not None for view in want.sequences):
-            tree = self._within_grammars(tree, want.sequences)
+            return []
+        for b, view in enumerate(want.sequences):
+            # Nodes that a grammar forbids would be rows for nothing: no choice ever meets them. A verifier that reads q
+            # weighs what was drawn as it was drawn.
+            if (matcher := view.sampler.matcher) is not None and not self.verifier.needs_q:
+                allowed = matcher.within(view.sampler.output_ids, trees[b].paths())
+                if not all(allowed[1:]):
+                    trees[b] = trees[b].subset([node for node, fits in enumerate(allowed) if node and fits])
         self._spare(drafting)
         if rule is not None:
-            return rule.select(want.sequences, tree, want.passes)
-        return tree if max(tree.counts) > 1 else None
-
-    def _within_grammars(self, tree: TokenTree, sequences: abc.Sequence[Sequence]) -> TokenTree:
-        """Return the nodes that the sequences' grammars allow.
-
-        Others would be rows for nothing: no choice ever meets them.
-        """
-        if self.verifier.needs_q:  # it weighs what was drawn as it was drawn
-            return tree
-        valid = []
-        for b, view in enumerate(sequences):
-            nodes = [*range(tree.counts[b])]
-            if (matcher := view.sampler.matcher) is not None:
-                allowed = matcher.within(view.sampler.output_ids, tree.paths(b))
-                nodes = [node for node in nodes if node == 0 or allowed[node]]
-            valid.append(nodes)
-        return tree if [*map(len, valid)] == tree.counts else tree.subset(valid)
+            return rule.select(want.sequences, trees, want.passes)
+        return trees if any(map(len, trees)) else []
 
     def _spare(self, drafting: abc.Sequence[Work]) -> bool:
         """Draft no more for requests whose own rules failed on drafts; whether there are any."""
@@ -158,35 +150,22 @@ class GuardedDrafter:
         with suppress(Exception):
             self.drafter.release([view.key for view in sequences])
 
-    def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree:
-        """Cut what is over budget or too deep; refuse what is not a tree over these roots."""
-        tree.check()
-        counts = tree.counts
-        if len(counts) != len(want.sequences):
-            raise ValueError(f"{len(counts)} trees proposed for {len(want.sequences)} sequences")
-        if [row[0] for row in tree.tokens] != [s.tokens[-1] for s in want.sequences]:
-            raise ValueError("a tree's root is not its sequence's last token")
-        if max(counts) == 1:
-            return tree
-        low, high = min(map(min, tree.tokens)), max(map(max, tree.tokens))
-        if low < 0 or high >= self._vocab_size:
-            raise ValueError(f"a drafted token lies outside the vocabulary: {low} .. {high}")
-        tree = _cut(tree, want)
-        if self.verifier.needs_q and tree.q is None:
-            raise ValueError("a tree without the distribution it was drawn from, or cut after the draw")
-        return tree
-
-
-def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
-    """Return the tree within budgets and depths.
-
-    Parents come before children, so the first nodes of a tree are a tree.
-    """
-    limits = [*zip(tree.counts, want.budgets, want.max_depths, strict=True)]
-    if all(count - 1 <= min(budget, depth) for count, budget, depth in limits):
-        return tree
-    rows = [*zip(tree.depths(), limits, strict=True)]
-    if all(count - 1 <= budget and max(depths) <= deep for depths, (count, budget, deep) in rows):
-        return tree
-    nodes_left = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
-    return tree.subset(nodes_left)
+    def _fit(self, trees: list[TokenTree], want: DraftRequest) -> list[TokenTree]:
+        """Cut what is over budget or too deep; refuse what is not a tree of each sequence."""
+        assert self.drafter is not None
+        if len(trees) != len(want.sequences):
+            raise ValueError(f"{len(trees)} trees drafted for {len(want.sequences)} sequences")
+        fitting = []
+        for tree, (_, budget, max_depth) in zip(trees, want.rows(), strict=True):
+            if not self.drafter.trusted:
+                tree.check()
+            if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._vocab_size:
+                wrong = f"{min(tree.tokens)} .. {max(tree.tokens)}"
+                raise ValueError(f"a drafted token lies outside the vocabulary: {wrong}")
+            if len(tree) > min(budget, max_depth) and (len(tree) > budget or tree.depth > max_depth):
+                depths = tree.depths()[: budget + 1]  # parents come before children: the first nodes are a tree
+                tree = tree.subset([node for node, depth in enumerate(depths) if node and depth <= max_depth])
+            if self.verifier.needs_q and tree.tokens and not tree.q:
+                raise ValueError("a tree without the distribution it was drawn from, or cut after the draw")
+            fitting.append(tree)
+        return fitting

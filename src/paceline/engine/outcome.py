@@ -11,6 +11,7 @@ from ..core.outputs import Logprob
 from ..core.request import token_logprobs
 from ..core.sequence import Sequence
 from ..core.trace import StepTrace
+from ..core.tree import TokenTree
 from ..draft.base import DrafterSpec
 from ..kv.pool import KVPool, SequenceCache
 from .passes import Pass
@@ -51,15 +52,15 @@ class Emitter:
     def _emit(self, p: Pass, i: int) -> int:
         """Emit the tokens of one work and count them; returns how many were emitted."""
         sequence, path = p.works[i].sequence, p.paths[i]
-        if p.spans[i].tree_index < 0 and sequence.emit_plain(p.tokens[i]):
+        if p.spans[i].tree is None and sequence.emit_plain(p.tokens[i]):
             stats = sequence.stats
             stats.row_layers += self.num_layers
             stats.record_plain()
             return 1
         logprobs = None
         if sequence.params.logprobs is not None:
-            nodes, index = [0, *path], p.spans[i].tree_index
-            paths = p.tree.path_tokens(index)[nodes] if p.tree is not None and index >= 0 else None
+            nodes, tree = [0, *path], p.spans[i].tree
+            paths = None if tree is None else tree.path_tokens()[nodes]
             logprobs = logprobs_of(sequence, p.logits[p.rows[i]][nodes], p.tokens[i], paths)
         emitted = sequence.emit(p.tokens[i], len(path), logprobs)
         if emitted:
@@ -71,38 +72,35 @@ class Emitter:
         stats, span, path = p.works[i].sequence.stats, p.spans[i], p.paths[i]
         nodes = span.nodes
         stats.row_layers += nodes * self.num_layers
-        if p.tree is None or span.tree_index < 0 or self.spec is None:
+        if span.tree is None or self.spec is None:
             stats.record_pass(drafted=0, accepted=0, emitted=emitted)
             return
         accepted = path[:emitted]
         p.counts[i] = nodes - 1, len(accepted)
-        parents, marks = p.tree.parents[span.tree_index][1:], p.tree.sources[span.tree_index]
+        marks = span.tree.marks
         # The whole path was emitted, and the next draft token was wrong.
-        refused = emitted > len(path) and p.frontier(i) in parents
+        refused = emitted > len(path) and p.frontier(i) in span.tree.parents
         stats.record_pass(
             drafted=nodes - 1,
             accepted=len(accepted),
             emitted=emitted,
             offered=len(accepted) + refused,
-            sources=_by_source(self.spec, marks[1:], [marks[n] for n in accepted]),
+            sources=_by_source(self.spec, marks, [marks[n - 1] for n in accepted]),
         )
 
     def _trace(self, p: Pass, i: int) -> None:
         """Keep what one work's pass did."""
-        sequence, b = p.works[i].sequence, p.spans[i].tree_index
-        emitted = p.emitted[i]
+        sequence, emitted, tree = p.works[i].sequence, p.emitted[i], p.spans[i].tree
         assert sequence.trace is not None
-        tokens, parents, marks, scores = [sequence.tokens[-emitted - 1]], [-1], [0], None
-        if p.tree is not None and b >= 0:
-            tokens, parents, marks = p.tree.tokens[b], p.tree.parents[b], p.tree.sources[b]
-            scores = None if p.tree.scores is None else p.tree.scores[b]
+        scores = None if tree is None or len(tree.scores) < len(tree) else [0.0, *tree.scores]
+        tree = tree or TokenTree()
         sequence.trace.append(
             StepTrace(
                 first=len(sequence.output_ids) - emitted,
                 emitted=emitted,
-                tokens=tokens,
-                parents=parents,
-                sources=["", *(source_name(self.spec, mark) for mark in marks[1:])],
+                tokens=[sequence.tokens[-emitted - 1], *tree.tokens],
+                parents=[-1, *tree.parents],
+                sources=["", *(source_name(self.spec, mark) for mark in tree.marks)],
                 scores=scores,
                 path=p.paths[i],
                 allowed=p.works[i].budget,

@@ -38,7 +38,7 @@ class Span:
     start: int
     stop: int
     root: int  # row of the root; the drafted nodes follow it
-    tree_index: int  # which tree of the batch it has; -1: none
+    tree: TokenTree | None = None  # that its drafted nodes are of
 
     @property
     def nodes(self) -> int:
@@ -52,7 +52,6 @@ class Pass:
 
     works: abc.Sequence[Work]
     spans: list[Span]  # [B]
-    tree: TokenTree | None  # of the works that draft, in their order
     generating: list[int]  # works that reach their last known token, so that a new one is generated
     remaining: dict[int, list[int]] = field(default_factory=dict)  # work -> proposed indices after pruning
     state: ForwardState = field(init=False)
@@ -71,9 +70,9 @@ class Pass:
     def accept(self, work: int, path: list[int], token: int) -> None:
         """Return the verdict on a generating work: the accepted nodes, and the target's next token."""
         self.paths[work], self.tokens[work] = path, [token]
-        if path and self.tree is not None:
-            nodes = self.tree.tokens[self.spans[work].tree_index]
-            self.tokens[work] = [*(nodes[n] for n in path), token]
+        tree = self.spans[work].tree
+        if path and tree is not None:
+            self.tokens[work] = [*(tree.tokens[n - 1] for n in path), token]
 
     def frontier(self, work: int) -> int:
         """Return the last accepted node of a generating work; 0: its root."""
@@ -89,21 +88,20 @@ class Pass:
         return StepResult(self.works, self.counts, emitted, draft_ms, verify_ms, host_ms, propose_ms)
 
 
-def lay_out(works: abc.Sequence[Work], drafting: abc.Sequence[Work], tree: TokenTree | None) -> Pass:
-    """Row ranges of every work; ``drafting`` works come in the order of the tree's batch."""
-    counts = tree.counts if tree is not None else ()
-    index = {id(work): b for b, work in enumerate(drafting)} if tree is not None else {}
+def lay_out(works: abc.Sequence[Work], drafting: abc.Sequence[Work], trees: abc.Sequence[TokenTree]) -> Pass:
+    """Row ranges of every work; ``trees`` are of the ``drafting`` ones, or empty: none drafts."""
+    drafts = dict(zip(map(id, drafting), trees, strict=True)) if trees else {}
     spans, generating = [], []
     start = 0
     for i, work in enumerate(works):
-        b = index.get(id(work), -1) if index else -1
+        tree = drafts.get(id(work)) if drafts else None
         root = start + work.rows - 1
-        stop = root + (counts[b] if b >= 0 else 1)
-        spans.append(Span(start, stop, root, b))
+        stop = root + 1 + (0 if tree is None else len(tree))
+        spans.append(Span(start, stop, root, tree))
         if work.generates:
             generating.append(i)
         start = stop
-    return Pass(works, spans, tree, generating)
+    return Pass(works, spans, generating)
 
 
 def token_pass(p: Pass) -> TokenPass:
@@ -124,14 +122,11 @@ def token_pass(p: Pass) -> TokenPass:
         tokens += work.sequence.tokens[first : first + work.rows]
         places: abc.Sequence[int] = range(first, stop)
         parents = None
-        if p.tree is not None and span.tree_index >= 0:
-            tokens += p.tree.tokens[span.tree_index][1:]
-            parents = p.tree.parents[span.tree_index][1:]
-            if parents == [*range(len(parents))]:
-                parents = None
-            else:
-                root = first + work.rows - 1
-                places = [*range(first, root), *(root + depth for depth in p.tree.depths()[span.tree_index])]
+        if span.tree is not None:
+            tokens += span.tree.tokens
+            if not span.tree.is_chain:
+                parents, root = span.tree.parents, first + work.rows - 1
+                places = [*range(first, root), *(root + depth for depth in span.tree.depths())]
         positions += places
         keys = cache.slots(0, stop)
         slots.append(slice(keys.start + first, keys.stop) if isinstance(keys, slice) else keys[first:])
@@ -163,8 +158,8 @@ def packed(p: Pass, target: Decoder) -> Batch:
         positions, keys = request.positions[span.start : span.stop], rows.keys
         visible = None
         if rows.parents is not None:
-            assert p.tree is not None
-            visible = _block_mask(p.tree.ancestor_mask(span.tree_index), work.rows)
+            assert span.tree is not None
+            visible = _block_mask(span.tree.ancestor_mask(), work.rows)
         packer.add(
             request.tokens[span.start : span.stop],
             positions,
@@ -294,21 +289,18 @@ def decide(p: Pass, verify: Verifier | None, chosen: abc.Sequence[int] | None = 
     for i in p.generating:
         p.rows[i] = slice(begin, begin + p.spans[i].nodes)
         begin = p.rows[i].stop
-    unverified = [i for i in p.generating if verify is None or p.spans[i].tree_index < 0]
-    treed = [i for i in p.generating if verify is not None and p.spans[i].tree_index >= 0]
-    if treed and verify is not None and p.tree is not None:
-        logits = torch.cat([p.logits[p.rows[i]] for i in treed]) if unverified else p.logits
-        verdicts = verify([p.works[i].sequence for i in treed], p.tree, logits)
-        for i, (path, token) in zip(treed, verdicts, strict=True):
+    trees = {} if verify is None else {i: tree for i in p.generating if (tree := p.spans[i].tree) is not None}
+    unverified = [i for i in p.generating if i not in trees]
+    if trees and verify is not None:
+        logits = torch.cat([p.logits[p.rows[i]] for i in trees]) if unverified else p.logits
+        verdicts = verify([p.works[i].sequence for i in trees], [*trees.values()], logits)
+        for i, (path, token) in zip(trees, verdicts, strict=True):
             p.accept(i, path, token)
     if chosen is None:
         plain = unverified and all(p.works[i].sequence.sampler.plain for i in unverified)
         chosen = likeliest(p.logits).tolist() if plain else [-1] * begin
     for i in unverified:
-        index, picks = p.spans[i].tree_index, chosen[p.rows[i]]
+        tree, picks = p.spans[i].tree, chosen[p.rows[i]]
         if -1 in picks:
-            picks = choose_nodes(p.works[i].sequence, p.logits[p.rows[i]], p.tree, index).tolist()
-        if p.tree is None or index < 0:
-            p.accept(i, [], picks[0])
-        else:
-            p.accept(i, *walk(p.tree.tokens[index], p.tree.parents[index], picks))
+            picks = choose_nodes(p.works[i].sequence, p.logits[p.rows[i]], tree).tolist()
+        p.accept(i, *(([], picks[0]) if tree is None else walk(tree, picks)))

@@ -110,14 +110,16 @@ class Scheduler:
         """Return the rows of the next step. Every work's cache has its rows reserved."""
         rows: dict[int, int] = {}
         free_rows = self.config.max_batch_rows
-        bounded = self._prompt_rows is not None and self._begin_prompts()
+        decodes = any(s.cache is not None and len(s.tokens) - s.cache.front <= 1 for s in self.running)
+        self._granted = 0 if decodes and self._prompt_rows is not None else None  # else nothing bounds prompts' rows
         for sequence in list(self.running):
             cache = sequence.cache
             if cache is None:  # preempted a moment ago
                 continue
             needed = min(len(sequence.tokens) - cache.front, free_rows)
-            if bounded and needed > 1:
-                needed = self._grant(needed)
+            if self._granted is not None and needed > 1:
+                needed = min(needed, self._room())
+                self._granted += needed
             if needed <= 0:  # all its known tokens are under way, or this step has no room
                 continue
             if not cache.reserve_here(needed):
@@ -133,23 +135,10 @@ class Scheduler:
 
     # -- a long prompt next to sequences that decode
 
-    def _begin_prompts(self) -> bool:
-        """Begin the coming step's count of prompt rows; returns whether they are bounded: a sequence decodes."""
-        decodes = any(s.cache is not None and len(s.tokens) - s.cache.front <= 1 for s in self.running)
-        self._granted = 0 if decodes else None
-        return decodes
-
     def _room(self) -> int:
         """Rows that prompts may still have in this step."""
         assert self._prompt_rows is not None and self._granted is not None
         return self._prompt_rows - self._granted
-
-    def _grant(self, needed: int) -> int:
-        """Return how many of the ``needed`` rows of a prompt this step takes."""
-        assert self._granted is not None
-        needed = min(needed, self._room())
-        self._granted += needed
-        return needed
 
     def took(self, ms: float) -> None:
         """Learn from what the step took how many rows of prompts make it twice as long as one without them."""
@@ -255,8 +244,10 @@ class Scheduler:
     def _with_drafts(self, sequences: list[Sequence], rows: dict[int, int], free_rows: int) -> list[Work]:
         works = []
         for sequence in sequences:
-            count = rows[id(sequence)]
-            works.append(Work(sequence, count, count == sequence.pending, 0, self._max_depth(sequence)))
+            count, checker = rows[id(sequence)], sequence.checker
+            # The deepest node that can still be emitted has one token of the target's own after it.
+            depth = max(0, checker.max_tokens - checker.num_tokens - 1) if sequence.max_nodes != 0 else 0
+            works.append(Work(sequence, count, count == sequence.pending, 0, depth))
         if self.budget.never_drafts:
             return works
         able = [w for w in works if w.max_depth > 0 and w.rows == 1 and w.generates]
@@ -273,14 +264,6 @@ class Scheduler:
             for work in able:
                 work.may_draft = False
         return works
-
-    def _max_depth(self, sequence: Sequence) -> int:
-        """Deepest node that can still be emitted, with one token of the target's own after it."""
-        if sequence.max_nodes == 0:  # the request wants no drafts
-            return 0
-        checker = sequence.checker
-        room = checker.max_tokens - checker.num_tokens
-        return room - 1 if room > 1 else 0
 
     def _affordable(self, sequence: Sequence, budget: int) -> int:
         """Reserve as many drafted nodes as the pool has free blocks for. Drafts never preempt."""

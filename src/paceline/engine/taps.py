@@ -67,7 +67,7 @@ def show(p: Pass, tapped: Tapped | None) -> StepFeatures:
 
 def _states(p: Pass, tapped: Tapped) -> tuple[Mapping[int, Tensor], Sequence[slice], Sequence[int]]:
     """Return the states of pending tokens and accepted nodes; see `StepFeatures` for all three."""
-    if tapped.whole and p.tree is None:  # all rows are kept
+    if tapped.whole and all(span.tree is None for span in p.spans):  # all rows are kept
         caches = [work.sequence.cache for work in p.works]
         first = [0 if cache is None else cache.committed for cache in caches]
         return tapped.source, [slice(span.start, span.stop) for span in p.spans], first
@@ -88,13 +88,8 @@ def _states(p: Pass, tapped: Tapped) -> tuple[Mapping[int, Tensor], Sequence[sli
             first.append(cache.committed + work.rows)
         slices.append(slice(begin, len(rows)))
         rows_read += span.stop - start
-    return _picked(tapped.source, rows), slices, first
-
-
-def _picked(source: Mapping[int, Tensor], rows: list[int]) -> Mapping[int, Tensor]:
-    """Return the rows, ascending, of each tensor; without a copy where they lie side by side."""
-    count = len(rows)
-    if not count or rows[-1] - rows[0] + 1 == count:
-        start = rows[0] if count else 0
-        return {name: x if len(x) == count else x[start : start + count] for name, x in source.items()}
-    return {name: pick(x, rows) for name, x in source.items()}
+    count, source = len(rows), tapped.source.items()
+    if count and rows[-1] - rows[0] + 1 != count:
+        return {name: pick(x, rows) for name, x in source}, slices, first
+    begin = rows[0] if count else 0  # side by side: without a copy
+    return {name: x if len(x) == count else x[begin : begin + count] for name, x in source}, slices, first

@@ -17,11 +17,11 @@ from ..draft.base import DrafterSpec
 from ..model.decoder import likeliest as likeliest
 from .base import DEFAULT_VERIFIER as DEFAULT_VERIFIER
 
-# (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> verdicts [B]
-Verifier = abc.Callable[[abc.Sequence[Sequence], TokenTree, Tensor], list[Accepted]]
+# (sequences [B], trees [B], packed logits [sum of nodes, V]) -> verdicts [B]
+Verifier = abc.Callable[[abc.Sequence[Sequence], abc.Sequence[TokenTree], Tensor], list[Accepted]]
 
 
-def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
+def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
     """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
 
     Where its rules fail at the root, that is noted, and the rest continues. Where they fail below it, where plain
@@ -30,18 +30,18 @@ def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None, b: 
     Args:
         sequence: whose sampler chooses.
         logits: [n, V] raw.
-        tree, b: the nodes' tree; None, or below 0: the root alone.
+        tree: of the nodes; None: the root alone.
     """
     if sequence.sampler.plain:
         return likeliest(logits)
     depths, paths = [0], None
-    if tree is not None and b >= 0:
-        depths, paths = tree.depths()[b], tree.path_tokens(b)
+    if tree is not None:
+        depths, paths = tree.depths(), tree.path_tokens()
     try:
         return sequence.sampler.choose(logits, paths, [len(sequence.tokens) + depth for depth in depths])
     except Exception as error:
         if len(depths) > 1:
-            root = choose_nodes(sequence, logits[:1], None, -1)
+            root = choose_nodes(sequence, logits[:1])
             return torch.cat([root, root.new_full((len(depths) - 1,), -1)])
         sequence.fault = error
         return likeliest(logits)  # a placeholder: it is not emitted
@@ -50,15 +50,16 @@ def choose_nodes(sequence: Sequence, logits: Tensor, tree: TokenTree | None, b: 
 def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
     """Return a verifier that weighs p against the q that the drafts were drawn from."""
 
-    def verifier(sequences: abc.Sequence[Sequence], tree: TokenTree, logits: Tensor) -> list[Accepted]:
+    def verifier(sequences: abc.Sequence[Sequence], trees: abc.Sequence[TokenTree], logits: Tensor) -> list[Accepted]:
         """p, uniforms and residual noise of every node, for ``rule``."""
-        depths, size = tree.depths(), (len(tree.counts), max(tree.counts))
+        depths, counts = [tree.depths() for tree in trees], [1 + len(tree) for tree in trees]
+        size = len(counts), max(counts)
         p = logits.new_zeros((*size, logits.shape[-1]))  # [B, N, V]
         uniform = torch.ones(size, dtype=torch.float64)  # [B, N]
-        rows = zip(sequences, logits.split(tree.counts), tree.counts, strict=True)
-        for b, (sequence, rows_of_tree, count) in enumerate(rows):
+        rows = zip(sequences, trees, logits.split(counts), counts, strict=True)
+        for b, (sequence, tree, rows_of_tree, count) in enumerate(rows):
             try:
-                p[b, :count] = sequence.sampler.probs(rows_of_tree, tree.path_tokens(b))
+                p[b, :count] = sequence.sampler.probs(rows_of_tree, tree.path_tokens())
             except Exception as error:
                 sequence.fault = error
                 p[b, :count, 0] = 1  # any distribution: nothing that is drawn from it comes out
@@ -69,7 +70,7 @@ def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
             place = len(sequences[b].tokens) + depths[b][node]
             return sequences[b].sampler.residual_gumbel([place], [0], device=p.device)[0]
 
-        return rule(tree, p, uniform.to(p.device), residual)
+        return rule(trees, p, uniform.to(p.device), residual)
 
     return verifier
 
@@ -120,8 +121,8 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
         drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
         raise CapabilityError(
             f"verifier={name!r} with {drafter}",
-            "it weighs the target against the streams' own probabilities",
-            f"use streams with proposes=point, or verifier={DEFAULT_VERIFIER!r}",
+            "it weighs the target against what rows of its own pass have drafted",
+            f"use a drafter in the target's pass with proposes=point, or verifier={DEFAULT_VERIFIER!r}",
         )
     if kind.chains_only and spec is not None and spec.tree:
         raise CapabilityError(

@@ -28,7 +28,7 @@ from .hot import masked
 from .layers import Layer, Norm
 from .linear import Dense, LinearOp, Quant, RowBlocks, make_linear, nan_parameter
 from .padding import cache_shape
-from .parallel import BEST, LOGITS, Ranks, Run, run_of
+from .parallel import BEST, LOGITS, NORMED, Ranks, Run, run_of
 from .rope import RopeTables
 
 log = logging.getLogger(__name__)
@@ -196,11 +196,10 @@ class Decoder(nn.Module):
 
     @property
     def head_product(self) -> LinearOp:
-        """The product of the output head, own or shared."""
-        product = self._head if self.lender is None else self.lender.head
-        if product is None:
+        """Return the product of the output head."""
+        if self._head is None:
             raise RuntimeError("the decoder was not finished: call finish() once its weights are loaded")
-        return product
+        return self._head
 
     def handle(self) -> TargetHandle:
         """Embedding, final norm and head, for those that borrow them.
@@ -210,12 +209,14 @@ class Decoder(nn.Module):
         """
         if self.norm is None:
             raise RuntimeError("embedding, norm and head of this decoder are lent by another, which lends them itself")
-        norm = self.norm if self.stack is None else self.stack.final
-        return TargetHandle(self.embedding.data, norm, self.head_product, self.stack)
+        norm, embedding, stack = self.norm if self.stack is None else self.stack.final, self.embedding.data, self.stack
+        if self.ranks is not None:  # of both ends each rank has a part
+            stack, embedding = None, embedding.new_empty((self.config.vocab_size, self.config.d_model), device="meta")
+        return TargetHandle(embedding, self.embed_tokens, norm, self.read_normed, stack)
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
-        """Return what a drafter may know; of a rank's share nothing that reads weights."""
-        return TargetInfo.of(name, self.config, self.dtype, tokenizer, None if self.ranks else self)
+        """Return what a drafter may know."""
+        return TargetInfo.of(name, self.config, self.dtype, tokenizer, self)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """Return the attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
@@ -254,7 +255,9 @@ class Decoder(nn.Module):
         if self.ranks is not None:
             with self.ranks.together(lambda: run_of(tokens=tokens)):
                 return self.ranks.embedded(tokens, self.embedding.data)
-        return F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
+        if self.stack is not None:
+            return self.stack.embed(tokens)
+        return F.embedding(tokens, self.embedding) if self.lender is None else self.lender.embed(tokens)
 
     def run_layers(
         self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
@@ -311,6 +314,13 @@ class Decoder(nn.Module):
             with self._reading(self.ranks, hidden, LOGITS):
                 logits = self.ranks.logits(self._read_own(hidden))
         return logits if self._hot is None else masked(logits, self._hot)
+
+    def read_normed(self, states: Tensor) -> Tensor:
+        """Return [rows, vocab], float32 or wider, of states [rows, d_model] that went through the final norm."""
+        if self.ranks is None:
+            return self.head_product.wide(states)
+        with self._reading(self.ranks, states, NORMED):
+            return self.ranks.logits(self.head_product.wide(states))
 
     def best(self, hidden: Tensor) -> Tensor:
         """[rows] int64: the first of the likeliest tokens after any hidden states [rows, d_model]."""

@@ -122,7 +122,11 @@ def decoder_config(config: Json) -> DecoderConfig:
     if not isinstance(kind, str) or kind not in _READ:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
-    _refuse_other_heads(config)
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise bad("architectures", names, "it must be a list of names")
+    if names and not any(n.endswith(("ForCausalLM", "Model")) for n in names):
+        raise ConfigError(f"architecture {names[0]!r}", "not a language model", "use a ...ForCausalLM checkpoint")
     read = _READ[kind](Fields(config))
     if not config.get("quantization_config"):
         return read
@@ -154,14 +158,6 @@ def unbuilt(kind: str) -> str | None:
 
 def _supported() -> str:
     return f"use one of: {', '.join(sorted(FAMILIES))} (Vicuna and Llama 2 and 3 are all 'llama')"
-
-
-def _refuse_other_heads(config: Json) -> None:
-    names = config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise bad("architectures", names, "it must be a list of names")
-    if names and not any(n.endswith(("ForCausalLM", "Model")) for n in names):
-        raise ConfigError(f"architecture {names[0]!r}", "not a language model", "use a ...ForCausalLM checkpoint")
 
 
 # --- families -------------------------------------------------------------------------------------------------

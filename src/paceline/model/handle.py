@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layers import Stack
-from .linear import LinearOp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,19 +18,16 @@ class TargetHandle:
     States are *raw* as the last layer leaves them (tap -1), and *normed* after the final norm.
     """
 
-    embedding: Tensor  # [V, d_model]; without values where the weights are in blocks, of which `embed` makes them
+    embedding: Tensor  # [V, d_model]; without values where `embed` makes them: of blocks, or of what ranks have
+    embed: Callable[[Tensor], Tensor]  # [rows, d_model] of tokens [rows] int64, without positions
     final: Callable[[Tensor], Tensor]  # [rows, d_model] normed states, from raw ones
-    head: LinearOp
-    stack: Stack | None  # the compiled layers, whose packed head others may run; None: torch's kernels
+    head: Callable[[Tensor], Tensor]  # [rows, V] float32 or wider, from normed states
+    stack: Stack | None  # the compiled layers, whose packed head others may run; None: torch's kernels, or ranks
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of states and embeddings."""
         return self.embedding.dtype
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return [.., d_model] embeddings of ``tokens`` [..] int64, without positions."""
-        return F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
 
     def table(self) -> Tensor:
         """Return [V, d_model] all embeddings."""
@@ -48,4 +43,4 @@ class TargetHandle:
             states: [rows, d_model] in the target's dtype.
             normed: whether they went through the final norm.
         """
-        return self.head.wide(states if normed else self.final(states))
+        return self.head(states if normed else self.final(states))

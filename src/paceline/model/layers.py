@@ -204,21 +204,15 @@ class Layer(nn.Module):
     def _inner(self, x: Tensor) -> Tensor:
         """Return the MLP between its two products: [rows, 2 d_ff] -> [rows, d_ff]."""
         gate, up = x.chunk(2, dim=-1)
-        return self._activate(gate).mul_(up)
-
-    def _activate(self, x: Tensor) -> Tensor:
-        """Return the nonlinearity, always a fresh tensor.
-
-        A vectorised exp rounds the tail of a range otherwise than its body. A pass that is cut for several
-        threads has tails where the number of rows puts them, so an exact one is never cut.
-        """
-        activate = _ACTIVATIONS[self.activation]
-        if not self.exact or self.activation == "relu":
-            return activate(x)
-        # Rows that lie separately are ranges of their own; contiguous ones are, where a row fills its vectors.
-        apart = not x.is_contiguous() or x.shape[1] % 64 == 0
-        block = max(1, (_SERIAL_ELEMENTS - 1) // x.shape[1]) if apart else 1
-        return activate(x) if x.shape[0] <= block else torch.cat([activate(part) for part in x.split(block)])
+        activate, block = _ACTIVATIONS[self.activation], len(gate)
+        # A vectorised exp rounds the tail of a range otherwise than its body. A pass that is cut for several threads
+        # has tails where the number of rows puts them, so an exact one is never cut.
+        if self.exact and self.activation != "relu":
+            # Rows that are separate are ranges of their own; contiguous ones are, where a row fills its vectors.
+            separate = not gate.is_contiguous() or gate.shape[1] % 64 == 0
+            block = max(1, (_SERIAL_ELEMENTS - 1) // gate.shape[1]) if separate else 1
+        activated = activate(gate) if len(gate) <= block else torch.cat([activate(part) for part in gate.split(block)])
+        return activated.mul_(up)
 
 
 def store(cache: Tensor, slots: Tensor | slice, values: Tensor) -> None:

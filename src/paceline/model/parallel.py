@@ -179,7 +179,7 @@ def weight_of(parameter: str) -> tuple[str, bool]:
 
 # -- passes
 
-NOTHING, BEST, LOGITS = range(3)  # output of rows
+NOTHING, BEST, LOGITS, NORMED = range(4)  # output of rows; NORMED: logits of states after the final norm
 
 
 @dataclass(frozen=True, slots=True)

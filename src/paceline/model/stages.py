@@ -192,8 +192,12 @@ class Stage:
         parts: list[StageRows] = []
         rows_left: list[int] = []
         begin = 0
+        rows: Sequence[int]
         for part in frame.parts:
-            rows = self._alive(part)
+            verdict = self._told.get(part.request)
+            rows = range(len(part.nodes)) if verdict is None else verdict.rows(part.version, part.nodes)
+            if part.request in self._closed:
+                rows = ()
             rows_left += [begin + row for row in rows]
             begin += len(part.nodes)
             if rows:
@@ -202,12 +206,6 @@ class Stage:
             return frame
         hidden = None if frame.hidden is None or not rows_left else frame.hidden[rows_left]
         return replace(frame, parts=parts, hidden=hidden)
-
-    def _alive(self, part: StageRows) -> Sequence[int]:
-        if part.request in self._closed:
-            return ()
-        verdict = self._told.get(part.request)
-        return range(len(part.nodes)) if verdict is None else verdict.rows(part.version, part.nodes)
 
     def _state(self, frame: Frame) -> ForwardState:
         """Return the stage's own plan for a frame's rows, over its own K and V."""

@@ -21,7 +21,7 @@ from ..model.adapters import AdapterConfig, AdapterRange, LowRank
 from ..model.base import ForwardState, KVCache
 from ..model.decoder import Decoder
 from ..model.families import linear_shapes
-from ..model.parallel import BEST, Run
+from ..model.parallel import BEST, LOGITS, NORMED, Run
 from .handshake import Facts
 from .serving import Service
 
@@ -131,4 +131,4 @@ def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequenc
         hidden = decoder.run_layers(state, run.start, run.stop, cache).hidden
     if run.read:
         rows = hidden[choice_rows] if len(choice_rows) else hidden
-        decoder.best(rows) if run.read == BEST else decoder.read(rows)
+        {BEST: decoder.best, LOGITS: decoder.read, NORMED: decoder.read_normed}[run.read](rows)

@@ -53,8 +53,9 @@ class Source:
         Raises:
             ConfigError: it cannot be read.
         """
-        load = load_tokenizer if texts else load_vocabulary
-        return load(self.folder) if self.tokenizer_files() else None
+        if not self.tokenizer_files():
+            return None
+        return load_tokenizer(self.folder, self.shape.family) if texts else load_vocabulary(self.folder)
 
     def tokenizer_files(self) -> list[Path]:
         """Return those that are there; a GGUF file is its own."""
@@ -190,7 +191,7 @@ def parse_device(device: str | torch.device) -> torch.device:
     return place
 
 
-def load_tokenizer(folder: str | Path) -> Any:
+def load_tokenizer(folder: str | Path, family: str = "") -> Any:
     """Return the folder's Hugging Face tokenizer; code of a checkpoint is never run.
 
     Raises:
@@ -199,7 +200,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     if is_gguf(folder):
         return load_gguf_tokenizer(read_gguf(folder))
     try:
-        if _plain_tokenizer(Path(folder)):
+        if family in ("llama", "paceline_tracks") and _plain_tokenizer(Path(folder)):
             from transformers import TokenizersBackend
 
             tokenizer = TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
@@ -239,15 +240,12 @@ def load_vocabulary(folder: str | Path) -> Any:
 
 
 def _plain_tokenizer(folder: Path) -> bool:
-    """Return whether `AutoTokenizer` would choose transformers' plain class, by the files.
+    """Return whether `AutoTokenizer` would choose transformers' plain class for a Llama.
 
     `AutoTokenizer` imports torch's compiler to find out: half of the time in which a small model starts.
     """
-    files = "tokenizer_config.json", "config.json"
-    if not all(is_file(folder / name) for name in files):
+    file = folder / "tokenizer_config.json"
+    values = read_json(file, RESTORE) if is_file(file) else None
+    if not isinstance(values, dict) or "auto_map" in values:
         return False
-    settings, model = (read_json(folder / name, RESTORE) for name in files)
-    if not isinstance(settings, dict) or not isinstance(model, dict) or "auto_map" in settings or "auto_map" in model:
-        return False
-    kinds = "llama", "paceline_tracks"
-    return settings.get("tokenizer_class") == "TokenizersBackend" and model.get("model_type") in kinds
+    return values.get("tokenizer_class") == "TokenizersBackend"

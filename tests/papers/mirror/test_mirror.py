@@ -101,8 +101,8 @@ class SerialTrace:
         def emit(p: Any) -> None:
             for i in p.generating:
                 if p.works[i].rows == 1:
-                    tree, index = p.tree, p.spans[i].tree_index
-                    window = tree.tokens[index][1:] if index >= 0 else []
+                    tree = p.spans[i].tree
+                    window = [] if tree is None else tree.tokens
                     self.steps.append((window, len(p.paths[i]), p.tokens[i][len(p.paths[i])]))
             inner(p)
 

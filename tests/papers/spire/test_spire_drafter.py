@@ -82,7 +82,7 @@ def test_drafts_are_those_of_the_formula(variant: str) -> None:
         show(drafter, target, v, 0 if prompt < 20 else prompt - window, prompt)
     depths = set()
     for _ in range(4):
-        tree = drafter.propose(DraftRequest(views, [64] * 3, [64] * 3))
+        tree = drafter.draft(DraftRequest(views, [64] * 3, [64] * 3))
         for b, v in enumerate(views):
             found = paths_of(tree, b)
             longest = max(found, key=len)
@@ -112,7 +112,7 @@ def test_what_a_text_takes_is_constant() -> None:
     for context in (40, 120, 400):
         v = view(text(context, 1), key=context)
         show(drafter, target, v, 0, context - 1)
-        drafter.propose(DraftRequest([v], [4], [4]))
+        drafter.draft(DraftRequest([v], [4], [4]))
         used.add(int((ring.k[0].abs().sum((0, 2)) > 0).sum()))
         for x in (*ring.k, *ring.v):
             x.zero_()
@@ -172,16 +172,16 @@ def test_compiled_drafts_are_those_of_the_long_way(
                     patch.setattr("paceline.papers.spire.drafter.compiles", lambda *_: False)
                 want = DraftRequest(views, [1, 3, 64], [64, 64, 64], floor=floor)
                 with mock.patch.object(SpireNetwork, "roll", autospec=True, side_effect=SpireNetwork.roll) as roll:
-                    trees.append((drafter.propose(want), want.passes))
+                    trees.append((drafter.draft(want), want.passes))
                 assert roll.called == compiled
         (fast, passes), (slow, expected) = trees
-        assert fast.tokens == slow.tokens and passes == expected
-        assert fast.scores is not None and slow.scores is not None
-        assert all(one == pytest.approx(other, abs=1e-4) for one, other in zip(fast.scores, slow.scores, strict=True))
-        lengths.add(tuple(fast.counts))
+        assert passes == expected
+        for one, other in zip(fast, slow, strict=True):
+            assert one.tokens == other.tokens and one.scores == pytest.approx(other.scores, abs=1e-4)
+        lengths.add(tuple(1 + len(tree) for tree in fast))
         for b, v in enumerate(views):  # all of a draft is right, or half
             known = len(v.tokens) - 1
-            v.tokens += [*fast.tokens[b][1 : 1 + (fast.counts[b] + b) // 2], 7]
+            v.tokens += [*fast[b].tokens[: (1 + len(fast[b]) + b) // 2], 7]
             for drafter in drafters:
                 show(drafter, target, v, known, len(v.tokens) - 1)
     assert (2, 4, 5) in lengths and len(lengths) > 1

@@ -18,8 +18,8 @@ from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import lossy_stream_rejection
+from paceline.draft.levels import best_nodes
 from paceline.draft.ngram import NgramConfig
-from paceline.draft.proposal import best_nodes
 from paceline.draft.registry import DrafterContext
 from paceline.engine.verification import VERIFIERS, make_verifier
 from paceline.model.adapters import AdapterConfig
@@ -46,23 +46,22 @@ def test_best_nodes_are_the_best_of_the_whole_tree(depth: int, k: int) -> None:
         budget = draw.randint(1, len(every) + 2)
         made = best_nodes(tokens, log_q, budget)
         assert len(made) == min(budget, len(every))
-        assert made.log_scores == sorted(made.log_scores, reverse=True)
-        assert made.log_scores == pytest.approx(sorted(every.values(), reverse=True)[:budget])
+        assert made.scores == sorted(made.scores, reverse=True)
+        assert made.scores == pytest.approx(sorted(every.values(), reverse=True)[:budget])
         paths: list[tuple[int, ...]] = [()]
         for parent, token in zip(made.parents, made.tokens, strict=True):
             paths.append((*paths[parent], token))
         assert len({*paths}) == len(paths)  # no path twice
-        for path, score in zip(paths[1:], made.log_scores, strict=True):
+        for path, score in zip(paths[1:], made.scores, strict=True):
             ranks = tuple(tokens[level].index(token) for level, token in enumerate(path))
             assert score == pytest.approx(every[ranks])
 
 
 def test_a_threshold_takes_whole_subtrees() -> None:
-    parents = [-1, 0, 0, 1, 2, 3]
-    transitions = [0.0, *map(math.log, (0.5, 0.01, 0.3, 0.9, 0.05))]
-    assert surviving(parents, transitions, 0.1, None) == [0, 1, 3]
-    assert surviving(parents, transitions, 0.04, None) == [0, 1, 3, 5]
-    assert surviving(parents, transitions, 0.6, None) == [0]
+    parents, transitions = [0, 0, 1, 2, 3], [*map(math.log, (0.5, 0.01, 0.3, 0.9, 0.05))]
+    assert surviving(parents, transitions, 0.1, None) == [1, 3]
+    assert surviving(parents, transitions, 0.04, None) == [1, 3, 5]
+    assert surviving(parents, transitions, 0.6, None) == []
 
 
 def test_fewer_streams_say_what_they_said() -> None:
@@ -110,7 +109,7 @@ def test_the_lossy_verifier_wants_the_streams_own_probabilities() -> None:
     kind = VERIFIERS["lossy_stream_rejection"]
     assert kind.lossy and kind.ids_depend_on_drafter and not VERIFIERS["sample_and_match"].ids_depend_on_drafter
     for spec in (None, streams().spec, NgramConfig().build(DrafterContext()).spec):
-        with pytest.raises(CapabilityError, match="streams' own probabilities"):
+        with pytest.raises(CapabilityError, match="rows of its own pass have drafted"):
             make_verifier("lossy_stream_rejection", spec)
     make_verifier("lossy_stream_rejection", streams(proposes="point").spec)
 
@@ -123,10 +122,9 @@ def test_lossy_acceptance_by_hand() -> None:
     """min(1, p / q) at each node, the longest accepted path, p itself behind it."""
     q = [0.5, 0.25, 0.8, 0.5]  # of nodes 1 .. 4 given their parents
     parents, tokens = [0, 0, 2, 3], [1, 2, 3, 0]
-    score: list[float] = []
-    for node, parent in enumerate(parents):
-        score.append(math.log(q[node]) + (score[parent - 1] if parent else 0.0))
-    tree = TokenTree.from_parents([0], [parents], [tokens], 0, [score])
+    tree = TokenTree()
+    for chance, parent, token in zip(q, parents, tokens, strict=True):
+        tree.add(parent, token, math.log(chance) + tree.score(parent))
     p = torch.full((1, 5, 4), 0.25, dtype=torch.float64)
     p[0, 0] = torch.tensor([0.1, 0.2, 0.25, 0.45])
     p[0, 2, 3] = 0.4
@@ -136,7 +134,7 @@ def test_lossy_acceptance_by_hand() -> None:
         ([0.0, 0.39, 0.99, 0.51, 0.0], [1]),
         ([0.0, 0.41, 0.99, 0.51, 0.0], [2]),
     ):
-        found = lossy_stream_rejection(tree, p, torch.tensor([uniforms], dtype=torch.float64), _noise)
+        found = lossy_stream_rejection([tree], p, torch.tensor([uniforms], dtype=torch.float64), _noise)
         assert found == [(path, int(p[0, path[-1]].argmax()))]
 
 

@@ -67,10 +67,10 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
     drafter = build_drafter(config, target, beside, runtime)
     if drafter is not None:
         round_of(config.round, drafter.spec)  # before anything is allocated or started
-    if decoder.ranks is not None and drafter is not None and (drafter.spec.taps or drafter.spec.scratch):
-        wrong = "it reads the target's states or weights, of which each rank has a part"
+    if decoder.ranks is not None and drafter is not None and drafter.spec.scratch:
+        wrong = "it turns the target's keys, of which each rank has a part"
         subject = f"tensor_parallel={config.tensor_parallel} with drafter {drafter.spec.name!r}"
-        raise CapabilityError(subject, wrong, "use draft_model, ngram, suffix or streams")
+        raise CapabilityError(subject, wrong, "use another drafter")
     if drafter is not None and drafter.spec.scratch and config.kv_cache_dtype != "auto":
         wrong = "it reads the target's keys and values, and turns some, as the activations are"
         subject = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
+from ...core.tree import TokenTree
 from ...kernels.drafts import TreeStart, grow
 from ...model.hot import load_hot
 from ...weights.source import read_config
 from ..base import DrafterSpec, DraftRequest
 from ..fit import TrainedDrafterConfig
 from ..growth import Grower, Growth, compiles
-from ..proposal import Proposal
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import REFUSED
 from ..states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
@@ -142,12 +142,12 @@ class EagleDrafter(StateDrafter):
         self.body = StateSessions(self, network, room, self.config.past, max_sequences, pool_tokens, device)
 
     @inference
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """Return one tree a sequence, level by level, all sequences together."""
         growths = [Growth(*row) for row in want.rows()]
         able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
         want.passes = self._grow(able, want.log_floor) if able else 0
-        return [growth.draft.best(growth.budget) for growth in growths]
+        return [growth.tree.best(growth.budget) for growth in growths]
 
     # -- its parts
 
@@ -168,7 +168,7 @@ class EagleDrafter(StateDrafter):
         grown = grow(stack, starts, *shape, body.pool, stack.shape[0], body.fuse)
         body.settle([growth.sequence for growth in growths], [len(start.pending) for start in starts])
         for growth, tree in zip(growths, grown, strict=True):
-            growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
+            growth.tree = TokenTree(tree.tokens, tree.parents, tree.scores)
         return max(tree.passes for tree in grown)
 
     def _tree_start(self, growth: Growth) -> TreeStart:

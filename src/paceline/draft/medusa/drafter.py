@@ -19,6 +19,7 @@ from torch import Tensor
 from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...core.sequence import Sequence
+from ...core.tree import TokenTree
 from ...kernels.calls import join
 from ...kernels.drafts import NativeHeads
 from ...model.hot import FILE, load_hot, masked
@@ -26,8 +27,7 @@ from ...model.linear import LinearOp, make_linear
 from ...weights.files import check_target
 from ..base import Drafter, DrafterSpec, DraftRequest, LevelScores, StepFeatures
 from ..fit import TrainedDrafterConfig
-from ..levels import best_levels, product_trees
-from ..proposal import Proposal, best_nodes
+from ..levels import best_levels, best_nodes, product_trees
 from ..registry import DrafterContext, option, proposes_option
 from ..resampling import Resampling, ResamplingConfig, merge
 from .heads import MOST_HEADS, Heads, load, read_config
@@ -131,14 +131,14 @@ class MedusaDrafter(Drafter):
             self._last.pop(key, None)
 
     @inference
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """Return one tree a sequence.
 
         Empty where no state of the token before it was seen, and nothing was left over of the last draft.
         """
         rows = [*want.rows()]
         old = [self._resampling.take(*row) for row in rows]
-        fresh, again = self._fresh(want, old), [Proposal() for _ in rows]
+        fresh, again = self._fresh(want, old), [TokenTree() for _ in rows]
         if self._resampling.on:
             rooms = [
                 self._resampling.share(budget, rest is not None)[1]
@@ -147,14 +147,14 @@ class MedusaDrafter(Drafter):
             again = product_trees([*zip(want.sequences, old, rooms, strict=True)], self._k, self._coupled)
         return [*map(merge, fresh, again)]
 
-    def _fresh(self, want: DraftRequest, old: abc.Sequence[LevelScores | None]) -> list[Proposal]:
+    def _fresh(self, want: DraftRequest, old: abc.Sequence[LevelScores | None]) -> list[TokenTree]:
         """Return the heads' output where a new draft is wanted."""
         views = want.sequences
         room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
         able = [
             i for i, view in enumerate(views) if room[i] > 0 and self._knows(view) and self._resampling.fresh(old[i])
         ]
-        proposals = [Proposal() for _ in views]
+        proposals = [TokenTree() for _ in views]
         want.passes = 1 if able else 0
         if able:
             rated = self._said([views[i] for i in able])
@@ -229,7 +229,7 @@ class HeadPass:
         return torch.stack([head.wide(states_out[:, j].contiguous()) for j, head in enumerate(self.own)], dim=1)
 
 
-def static_trees(rates: abc.Sequence[abc.Sequence[float]], nodes: int) -> list[Proposal]:
+def static_trees(rates: abc.Sequence[abc.Sequence[float]], nodes: int) -> list[TokenTree]:
     """Return the trees of 1, 2, .. levels that hit most often, best nodes first.
 
     ``tokens`` are ranks among a head's tokens.
@@ -245,8 +245,8 @@ def static_trees(rates: abc.Sequence[abc.Sequence[float]], nodes: int) -> list[P
 
 
 def filled(
-    tree: Proposal, tokens: abc.Sequence[abc.Sequence[int]], log_q: abc.Sequence[abc.Sequence[float]], budget: int
-) -> Proposal:
+    tree: TokenTree, tokens: abc.Sequence[abc.Sequence[int]], log_q: abc.Sequence[abc.Sequence[float]], budget: int
+) -> TokenTree:
     """Return the first nodes of a static tree with the tokens of the moment, without those that a rule forbids.
 
     Args:
@@ -254,7 +254,7 @@ def filled(
         tokens, log_q: [levels][k] of each head, best first.
         budget: nodes wanted.
     """
-    proposal, places, levels = Proposal(), [0], [0]  # of the tree's nodes: the node made of each, -1 none; its level
+    proposal, places, levels = TokenTree(), [0], [0]  # of the tree's nodes: the node made of each, -1 none; its level
     for rank, parent in zip(tree.tokens, tree.parents, strict=True):
         if len(proposal) == budget:
             break
@@ -264,6 +264,6 @@ def filled(
         if place < 0 or chance == -inf:
             places.append(-1)
             continue
-        above = proposal.log_scores[place - 1] if place else 0.0
+        above = proposal.score(place)
         places.append(proposal.add(place, tokens[level][rank], above + chance))
     return proposal

@@ -140,12 +140,8 @@ class StateHead(nn.Module):
         Source: Lyanna, section 4.1; the order of the two is EAGLE's.
         """
         if embedded is None:
-            return self._without_token(states)
+            assert self.blank is not None, "a head without a blank is always given tokens"
+            of_token, of_state = self.fc.weight.chunk(2, dim=1)  # the share of `blank` is one row for all
+            constant = F.linear(self.blank, of_token, self.fc.bias)
+            return (F.linear(states, of_state) + constant).to(states.dtype)
         return F.linear(torch.cat((embedded, states), -1), self.fc.weight, self.fc.bias).to(states.dtype)
-
-    def _without_token(self, states: Tensor) -> Tensor:
-        """Return the same map with `blank` for the token, whose share is one row for all: half of the product."""
-        assert self.blank is not None, "a head without a blank is always given tokens"
-        of_token, of_state = self.fc.weight.chunk(2, dim=1)
-        constant = F.linear(self.blank, of_token, self.fc.bias)
-        return (F.linear(states, of_state) + constant).to(states.dtype)

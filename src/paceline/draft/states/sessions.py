@@ -28,9 +28,9 @@ from ...kernels.calls import join, pick
 from ...kv.pool import KVPool
 from ...model.packing import RowPacker
 from ..base import StepFeatures
-from ..network_sessions import ObservingDrafter, ObservingSessions, Session
+from ..network_sessions import ObservingDrafter, ObservingSessions
 from ..sessions import ROOT
-from ..text_sessions import Expansion
+from ..text_sessions import DraftCache, Expansion
 
 if TYPE_CHECKING:
     from ...model.decoder import TargetInfo
@@ -41,7 +41,7 @@ CATCH_UP_ROWS = 512  # of a text, in one pass
 
 
 @dataclass(slots=True)
-class StateSession(Session):
+class StateSession(DraftCache):
     """A sequence's text and tree, and the states that are known of both: of a node [d], which its row predicts."""
 
     start: int = 0  # position of the first row in the text

@@ -20,10 +20,10 @@ from torch import Tensor
 from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...core.sequence import Sequence
+from ...core.tree import TokenTree
 from ...draft.base import DrafterSpec, DraftRequest
 from ...draft.fit import TrainedDrafterConfig, tokenizer_mark
 from ...draft.growth import Grower, Growth
-from ...draft.proposal import Proposal
 from ...draft.registry import DrafterContext, option, proposes_option
 from ...draft.resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
 from ...draft.states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
@@ -143,7 +143,7 @@ class LyannaDrafter(StateDrafter):
         self._resampling.release(keys)
 
     @inference
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One tree a sequence; nodes that come from states of the draft before are marked."""
         drafts = [_SequenceDraft(*row) for row in want.rows()]
         for draft in drafts:
@@ -165,7 +165,7 @@ class LyannaDrafter(StateDrafter):
         growths = [growth for draft in drafts for growth in (draft.fresh, draft.again) if growth is not None]
         if self.config.sampling == "beam":
             for growth in growths:
-                growth.draft = beam_sampling(growth.logits, self.config.width, self.config.nodes)
+                growth.tree = beam_sampling(growth.logits, self.config.width, self.config.nodes)
         else:
             token_info_sampling(growths, self._grower, self._bias)
 
@@ -190,9 +190,9 @@ class LyannaDrafter(StateDrafter):
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, trees, strict=True):
             if tree is not None:
-                self._keep(draft, next(rows)).draft = Proposal(*tree[:3])
+                self._keep(draft, next(rows)).tree = TokenTree(*tree[:3])
             if again is not None and draft.again is not None:
-                draft.again.draft = Proposal(*again[:3])
+                draft.again.tree = TokenTree(*again[:3])
 
     def _sample_start(self, draft: _SequenceDraft) -> SampleStart:
         """Return where its trees start, for compiled code."""
@@ -239,11 +239,11 @@ class LyannaDrafter(StateDrafter):
         for draft, states_logits in zip(drafts, logits.split([*map(len, chains)]), strict=True):
             self._keep(draft, states_logits)
 
-    def _merge(self, draft: _SequenceDraft) -> Proposal:
+    def _merge(self, draft: _SequenceDraft) -> TokenTree:
         """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
         nodes, room = self._resampling.share(draft.budget, draft.again is not None)
-        fresh = Proposal() if draft.fresh is None else draft.fresh.draft.best(nodes)
-        return merge(fresh, None if draft.again is None else draft.again.draft.best(room))
+        fresh = TokenTree() if draft.fresh is None else draft.fresh.tree.best(nodes)
+        return merge(fresh, None if draft.again is None else draft.again.tree.best(room))
 
 
 @dataclass(slots=True)

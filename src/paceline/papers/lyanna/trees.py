@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...core.tree import TokenTree
 from ...draft.growth import Grower, Growth
-from ...draft.proposal import Proposal, best_nodes
+from ...draft.levels import best_nodes
 
 # Tokens [n] -> the bias of each for the logits of its children, [n, V]; None: nothing, for all
 Bias = Callable[[Sequence[int]], "Tensor | None"]
@@ -27,7 +28,7 @@ def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -
     Level by level the k likeliest children of every node of Q, and of all of them the k with the highest joint
     probability are the next Q.
 
-    The trees are whole ones; `Proposal.best` cuts one to a verification budget: the nodes with the highest cumulative
+    The trees are whole ones; `TokenTree.best` cuts one to a verification budget: the nodes with the highest cumulative
     probability, which holds every kept node's parent, since no node is likelier than its parent.
 
     Args:
@@ -44,7 +45,7 @@ def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -
         grower.expand(alive, logits if info is None else logits + info, level)
 
 
-def beam_sampling(logits: Tensor, width: int, budget: int) -> Proposal:
+def beam_sampling(logits: Tensor, width: int, budget: int) -> TokenTree:
     """Return the naive way (section 5.2): the ``budget`` likeliest paths, levels independent.
 
     Args:
@@ -52,6 +53,6 @@ def beam_sampling(logits: Tensor, width: int, budget: int) -> Proposal:
         width: tokens of a level that are looked at.
     """
     if not len(logits):
-        return Proposal()
+        return TokenTree()
     best = logits.log_softmax(-1).topk(min(width, logits.shape[1]), dim=-1)
     return best_nodes(best.indices.tolist(), best.values.tolist(), budget)

@@ -57,6 +57,9 @@ class MirrorConfig(AheadConfig):
 
     def build(self, parts: RoundParts) -> MirrorRound:
         assert parts.drafter is not None
+        if self.rollout == "beside" and parts.drafter.spec.taps and parts.target.ranks is not None:
+            wrong = "drafter and target would use the ranks at the same time"
+            raise CapabilityError(f"rollout={self.rollout} with tensor_parallel", wrong, "leave out rollout")
         exit_head = self.exit_head(parts.target, parts.origin)  # before anything is allocated or started
         sessions = self.sessions(parts, self.capacity(parts.drafter.spec), self.rollout == "beside")
         return MirrorRound(self, parts, exit_head, sessions)

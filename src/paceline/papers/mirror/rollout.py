@@ -9,29 +9,14 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 8 and figure 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from ...core.tree import TokenTree
 from ...draft.sessions import ROOT, Ask, AsyncSessions, NewNodes, Pending
 
 Outcome = tuple[int, int, int]  # of a pass: a sequence, its accepted tokens, and the token that follows
-
-
-@dataclass(slots=True)
-class Chain:
-    """Drafted tokens in a row, and the session's nodes that hold them."""
-
-    nodes: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)  # marks of the drafters that proposed them
-
-    def __len__(self) -> int:
-        return len(self.nodes)
-
-    def behind(self, place: int) -> int:
-        """Return the node after so many of its tokens."""
-        return self.nodes[place - 1] if place else ROOT
 
 
 @dataclass(slots=True)
@@ -46,7 +31,7 @@ class Branch:
     node: int = ROOT  # of ``token``
     stuck: bool = False  # it goes no further: want of room, or no token is allowed
     prepared: int = 0  # tokens that were there at the verdict, if the token was emitted
-    chain: Chain = field(default_factory=Chain)
+    chain: TokenTree = field(default_factory=TokenTree)
 
     @property
     def outcome(self) -> Outcome:
@@ -213,10 +198,10 @@ class Rollout:
         for branch in branches:
             at, before = below.get(branch.tip), len(branch.chain)
             while at is not None and len(branch.chain) < branch.levels:
-                branch.chain.nodes.append(answer.nodes[at])
-                branch.chain.tokens.append(answer.tokens[at])
-                branch.chain.sources.append(answer.sources[at])
-                branch.tip = answer.nodes[at]
+                chain, branch.tip = branch.chain, answer.nodes[at]
+                chain.add(len(chain), answer.tokens[at], chain.score(len(chain)) + answer.log_q[at])
+                chain.sources.append(answer.sources[at])
+                chain.numbers.append(branch.tip)
                 at = below.get(branch.tip)
             self.nodes += len(branch.chain) - before
             branch.stuck = len(branch.chain) == before
@@ -226,7 +211,7 @@ class Rollout:
     def _check(self, key: int, answer: NewNodes) -> None:
         """Refuse a reply that is not an answer."""
         count = len(self._given.get(key, ()))
-        columns = answer.parents, answer.nodes, answer.tokens, answer.sources
+        columns: list[Sized] = [answer.parents, answer.nodes, answer.tokens, answer.log_q, answer.sources]
         if len(answer.added) != count or len({*map(len, columns)}) > 1:
             raise ValueError("an answer of another form than its question")
         if any(not 0 <= token < self._vocab for token in answer.tokens):

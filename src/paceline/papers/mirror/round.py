@@ -19,7 +19,7 @@ from ...core.inference import inference
 from ...core.sequence import Sequence
 from ...core.tree import TokenTree
 from ...draft.base import DraftRule, Levels, StepFeatures
-from ...draft.sessions import AsyncSessions, Opening
+from ...draft.sessions import ROOT, AsyncSessions, Opening
 from ...engine.ahead import SessionGuard
 from ...engine.base import RoundParts, StepResult, Work
 from ...engine.outcome import Emitter, keep
@@ -29,7 +29,7 @@ from ...engine.verification import make_verifier
 from ...model.base import Taps
 from .channel import propose
 from .exits import ExitHead
-from .rollout import Branch, Chain, Outcome, Rollout
+from .rollout import Branch, Outcome, Rollout
 
 if TYPE_CHECKING:
     from .config import MirrorConfig
@@ -65,7 +65,7 @@ class MirrorRound:
         vocab = parts.target.config.vocab_size
         self._kappas = [(size, min(k, vocab)) for size, k in sorted(config.kappas.items(), reverse=True)]
         self._rollout: Rollout | None = None  # the one under way
-        self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
+        self._windows: dict[int, TokenTree] = {}  # by sequence with an open session; empty: the pass has none
         self._fallen: set[int] = set()  # whose last outcome was not prepared for
         self._guarded = SessionGuard(spec.name, sessions, self._drop)
 
@@ -82,8 +82,8 @@ class MirrorRound:
         self._open(works)
         self._draft_fresh(works)
         drafting = [w for w in works if w.budget > 0 and w.generates and len(self._window(w))]
-        p = lay_out(works, drafting, self._trees(drafting))
-        windows = {i: self._window(p.works[i]) if p.spans[i].tree_index >= 0 else Chain() for i in p.generating}
+        p = lay_out(works, drafting, [self._window(work) for work in drafting])
+        windows = {i: p.spans[i].tree or TokenTree() for i in p.generating}
         drafted = perf_counter()
         tapped = rows_to_tap(p, self.drafter.spec)
         taps = None if tapped is None else Taps(tapped.layers)
@@ -130,13 +130,10 @@ class MirrorRound:
 
     # -- windows
 
-    def _window(self, work: Work) -> Chain:
-        """Return what is to be verified of a sequence, within its limits."""
-        whole = self._windows.get(work.sequence.key)
-        if whole is None:
-            return Chain()
-        most = min(work.budget, work.max_depth)
-        return Chain(whole.nodes[:most], whole.tokens[:most], whole.sources[:most])
+    def _window(self, work: Work) -> TokenTree:
+        """Return the chain that is to be verified of a sequence, within its limits."""
+        whole, most = self._windows.get(work.sequence.key) or TokenTree(), min(work.budget, work.max_depth)
+        return whole if len(whole) <= most else whole.subset(range(1, most + 1))
 
     def _open(self, works: abc.Sequence[Work]) -> None:
         """Sessions of sequences that get tokens from now on."""
@@ -146,7 +143,7 @@ class MirrorRound:
             for work in works:
                 view = work.sequence
                 if work.generates and work.may_draft and view.key not in self._windows:
-                    self._windows[view.key] = Chain()
+                    self._windows[view.key] = TokenTree()
                     self.sessions.open(Opening.of(view))
 
     def _draft_fresh(self, works: abc.Sequence[Work]) -> None:
@@ -165,21 +162,15 @@ class MirrorRound:
             if key in self._windows:
                 self._windows[key] = branch.chain
 
-    def _trees(self, drafting: abc.Sequence[Work]) -> TokenTree | None:
-        if not drafting:
-            return None
-        roots = [work.sequence.tokens[-1] for work in drafting]
-        windows = [self._window(work) for work in drafting]
-        parents, tokens = [range(len(window)) for window in windows], [window.tokens for window in windows]
-        return TokenTree.from_parents(roots, parents, tokens, [window.sources for window in windows])
-
     # -- while the pass is under way
 
-    def _speak(self, p: Pass, windows: abc.Mapping[int, Chain]) -> dict[int, Levels]:
+    def _speak(self, p: Pass, windows: abc.Mapping[int, TokenTree]) -> dict[int, Levels]:
         """Return the token channel: by work, where a draft may follow."""
         candidates: dict[int, Levels] = {}
-        kappa = self._kappa(len(p.generating))
-        listening = [i for i in p.generating if self._listens(p.works[i])] if kappa else []
+        kappa = next((k for size, k in self._kappas if len(p.generating) >= size), 0)
+        able = [i for i in p.generating if p.works[i].may_draft and p.works[i].sequence.key in self._windows]
+        # No draft follows where the batch is too large for any.
+        listening = [i for i in able if kappa and (p.works[i].rows > 1 or p.works[i].budget)]
         if not listening:
             return candidates
         rows = [row for i in listening for row in range(p.spans[i].root, p.spans[i].stop)]
@@ -193,16 +184,7 @@ class MirrorRound:
             begin = end
         return candidates
 
-    def _listens(self, work: Work) -> bool:
-        """Return whether a draft may follow the pass: not where the batch is too large for any."""
-        resting = work.rows == 1 and work.budget == 0
-        return work.may_draft and not resting and work.sequence.key in self._windows
-
-    def _kappa(self, batch: int) -> int:
-        """Candidates of a position at a batch size."""
-        return next((k for size, k in self._kappas if batch >= size), 0)
-
-    def _prepare(self, p: Pass, windows: abc.Mapping[int, Chain], candidates: abc.Mapping[int, Levels]) -> Rollout:
+    def _prepare(self, p: Pass, windows: abc.Mapping[int, TokenTree], candidates: abc.Mapping[int, Levels]) -> Rollout:
         """Begin a branch below every candidate that leaves room for a draft."""
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
         for i, (tokens_of, _) in candidates.items():
@@ -212,7 +194,8 @@ class MirrorRound:
             for place, tokens in enumerate(tokens_of):
                 levels = min(length, work.max_depth - place - 1)  # so many tokens may be drafted after it
                 if levels > 0:
-                    branches += [Branch(key, window.behind(place), levels, token, place) for token in tokens]
+                    node = window.numbers[place - 1] if place else ROOT
+                    branches += [Branch(key, node, levels, token, place) for token in tokens]
             rollout.prepare(branches)
         return rollout
 
@@ -239,7 +222,7 @@ class MirrorRound:
         for outcome in outcomes:
             key, branch = outcome[0], reused.get(outcome)
             if key in self._windows:
-                self._windows[key] = Chain() if branch is None else branch.chain
+                self._windows[key] = TokenTree() if branch is None else branch.chain
                 self._fallen.discard(key)
                 if branch is None:
                     self._fallen.add(key)

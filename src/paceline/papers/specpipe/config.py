@@ -61,17 +61,13 @@ class PipelineConfig(AheadConfig):
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"
         if spec is None or not (spec.ahead or spec.window):  # nothing is drafted
-            return self._needless(remedy)
+            if self.place is not None:
+                return "no drafter is named that a process could serve", remedy
+            named = ["rows"] * (self.rows is not None) + ["accept"] * (self.accept != "strict")
+            return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
         if low := [tap for tap in spec.taps if tap != LAST]:
             return f"{spec.name} reads states after layer {low[0]}, and the stages give those of the last alone", remedy
         return self.misfit(spec, f"which ends {self.stages} ticks too late", remedy)
-
-    def _needless(self, remedy: str) -> tuple[str, str] | None:
-        """Return the option that needs a drafter, where there is none."""
-        if self.place is not None:
-            return "no drafter is named that a process could serve", remedy
-        named = ["rows"] * (self.rows is not None) + ["accept"] * (self.accept != "strict")
-        return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
 
     def build(self, parts: RoundParts) -> PipelineRound:
         self._fit(parts)

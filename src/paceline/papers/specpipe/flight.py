@@ -133,7 +133,7 @@ class InFlightTree:
             width: w, how many at most. Of equals the first are taken.
         """
         alive = [offer for offer in offers if offer.parent in self.nodes]
-        ranked = nsmallest(width, range(len(alive)), lambda i: (-self._path_score(alive[i]), i))
+        ranked = nsmallest(width, range(len(alive)), lambda i: (-self.nodes[alive[i].parent].score - alive[i].log_q, i))
         return [alive[i] for i in sorted(ranked, key=lambda i: (alive[i].parent, i))]
 
     def append(self, offers: Sequence[Offer], width: int) -> list[int]:
@@ -153,9 +153,6 @@ class InFlightTree:
         self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in used]
         before = {*self.nodes}
         return [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in before]
-
-    def _path_score(self, offer: Offer) -> float:
-        return self.nodes[offer.parent].score + offer.log_q
 
     def tips(self, farthest: int) -> list[int]:
         """Return the deepest nodes without requested children.

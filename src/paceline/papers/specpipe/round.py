@@ -96,7 +96,11 @@ class PipelineRound:
         """Tick until a token is emitted, or until nothing is in flight."""
         assert rule is None, "a rule weighs drafts by the time that they add to a pass"
         began, self._torn = perf_counter(), True
-        self._enqueue([(self._admit(work), work) for work in works])
+        fresh = [(self._admit(work), work) for work in works]
+        # Work that has waited is scheduled again, as it is now, and keeps its place.
+        now = {running.request: (running, work) for running, work in fresh}
+        waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
+        self._queue = [*waiting, *now.values()]
         emitted: abc.Sequence[tuple[Running, int]] = ()
         while not emitted and (self._queue or self._ticks < self.stage_line.count):
             emitted = self.tick().emitted
@@ -104,12 +108,6 @@ class PipelineRound:
         emissions = [(running.sequence, count) for running, count in emitted]
         passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in emitted]
         return StepResult(passes, {}, emissions, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
-
-    def _enqueue(self, fresh: abc.Sequence[tuple[Running, Work]]) -> None:
-        """Work that has waited is scheduled again, as it is now, and keeps its place."""
-        now = {running.request: (running, work) for running, work in fresh}
-        waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
-        self._queue = [*waiting, *now.values()]
 
     def release(self, sequences: abc.Sequence[Sequence]) -> None:
         """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
@@ -398,7 +396,10 @@ class PipelineRound:
         while flight is not None and not (sequence.fault or sequence.finished) and flight.root in part.nodes:
             row = part.nodes.index(flight.root)
             logits = self.target.read(hidden[row : row + 1])
-            token = self._choose(sequence, flight, logits)
+            token = int(choose_nodes(sequence, logits)[0])
+            if self._accept is not None and sequence.fault is None:  # a lossy rule may find another
+                accepted = self._accept(sequence.sampler.process(logits)[0], flight.in_flight())
+                token = token if accepted is None else accepted
             emitted = self._emit(running, token, logits)
             if not emitted or sequence.finished:
                 return count + emitted, hits
@@ -407,17 +408,6 @@ class PipelineRound:
                 self._observe(running, flight.place, hidden[row : row + 1])
             hits += self._go_on(running, flight, token)
         return count, hits
-
-    def _choose(self, view: Sequence, flight: InFlightTree, logits: Tensor) -> int:
-        """Return the token after the root.
-
-        The target's own choice, unless a lossy rule is requested and finds another.
-        """
-        token = int(choose_nodes(view, logits, None, 0)[0])
-        if self._accept is None or view.fault is not None:
-            return token
-        accepted = self._accept(view.sampler.process(logits)[0], flight.in_flight())
-        return token if accepted is None else accepted
 
     def _emit(self, running: Running, token: int, logits: Tensor) -> int:
         """One token for the output, and its statistics; 0: a fault, which the view notes."""

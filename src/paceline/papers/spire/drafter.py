@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
+from ...core.tree import TokenTree
 from ...draft.base import DrafterSpec, DraftRequest
 from ...draft.fit import TrainedDrafterConfig, check_rotary
 from ...draft.growth import Grower, Growth, compiles
 from ...draft.network_sessions import ObservingDrafter
-from ...draft.proposal import Proposal
 from ...draft.registry import DrafterContext, option, proposes_option
 from ...draft.resampling import REFUSED
 from ...kernels.drafts import RingChain
@@ -152,7 +152,7 @@ class SpireDrafter(ObservingDrafter):
         return self.body
 
     @inference
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One chain a sequence, a token a pass, all sequences together."""
         growths = [Growth(*row) for row in want.rows()]
         last = self.network.decoder.config.max_position
@@ -165,7 +165,7 @@ class SpireDrafter(ObservingDrafter):
             want.passes = self._grow_compiled(able, grower.floor)
         else:
             want.passes = grower.grow(able, self.body.logits_after)
-        return [g.draft for g in growths]
+        return [g.tree for g in growths]
 
     # -- its parts
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...core.sequence import Sequence
 from ...draft.base import StepFeatures
-from ...draft.network_sessions import ObservingSessions, Session
+from ...draft.network_sessions import ObservingSessions
 from ...draft.sessions import ROOT
-from ...draft.text_sessions import Expansion
+from ...draft.text_sessions import DraftCache, Expansion
 from ...kv.pool import KVPool
 from ...kv.ring import RingCache
 from ...model.applications import adapter_ranges
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class RingSession(Session):
+class RingSession(DraftCache):
     """A sequence's text and tree, and the memory that is held.
 
     Of positions ``start`` .. ``seen`` - 1, of ``sunk`` sinks, and of the root and nodes in the slots that ``states``

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ...core.tree import TokenTree
 from ...engine.passes import Pass
 from ...kernels import TILE_ROWS
 from ...kernels.calls import RowSpan, TokenPass
@@ -97,9 +98,7 @@ def stream_run(
         streams = min(gamma, work.budget or gamma)  # no draft is deeper than its budget
         nodes: Sequence[int] = range(span.nodes)
         if not everywhere:
-            chances, b = [1.0], span.tree_index
-            if p.tree is not None and b >= 0:
-                chances = [] if p.tree.scores is None else _frontier_chances(p.tree.parents[b], p.tree.scores[b])
+            chances = [1.0] if span.tree is None else _frontier_chances(span.tree)
             nodes = _choose_stream_nodes(chances, streams, open_rows - used, room - used, *prices)
         used += streams * len(nodes)
         ends = work.sequence.checker.enders
@@ -108,17 +107,12 @@ def stream_run(
     return StreamRun(carriers[0].streams, rows, min(k, target.config.vocab_size), scratch, noisy)
 
 
-def _frontier_chances(parents: Sequence[int], log_scores: Sequence[float]) -> list[float]:
-    """Return the chance of every node that it is the last accepted one: its own, less those of its children.
-
-    Args:
-        parents: [nodes], the root's -1.
-        log_scores: [nodes] log of the estimated chance that the path to a node is accepted; the root's 0.
-    """
-    reached = [exp(score) for score in log_scores]
+def _frontier_chances(tree: TokenTree) -> list[float]:
+    """Return the chance of every node that it is the last accepted one: its own, less those of its children."""
+    reached = [1.0, *map(exp, tree.scores)]
     chances = [*reached]
-    for node in range(1, len(reached)):
-        chances[parents[node]] -= reached[node]
+    for node, parent in enumerate(tree.parents, start=1):
+        chances[parent] -= reached[node]
     return chances
 
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.inference import inference
+from ...core.tree import TokenTree
 from ...draft.base import Drafter, DraftRequest
 from ...draft.draft_model import DraftModel, DraftModelConfig
 from ...draft.model_sessions import ModelSessions
-from ...draft.proposal import Proposal
 from ...draft.registry import DrafterContext, option
 from ...weights.files import check_target, fingerprint
 from .draft_sessions import MAX_CARRIERS, StreamingSessions
@@ -73,7 +73,7 @@ class StreamingDraft(DraftModel):
         return StreamingSessions(self.streams, *self._parts(rows * (1 + gamma), scratch))
 
     @inference
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """Draft chains by sessions."""
         depths = [self._depth(sequence, max_depth) for sequence, _, max_depth in want.rows()]
         return Drafter.draft(self, replace(want, max_depths=depths))

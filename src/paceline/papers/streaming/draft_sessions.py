@@ -22,9 +22,8 @@ from torch import Tensor
 
 from ...core.errors import PoolFullError
 from ...draft.model_sessions import ModelSessions
-from ...draft.network_sessions import Session
 from ...draft.sessions import ROOT
-from ...draft.text_sessions import Expansion
+from ...draft.text_sessions import DraftCache, Expansion
 from ...model.adapters import joined
 from ...model.attention.base import Segment, slot_indices
 from ...model.base import ForwardState
@@ -49,7 +48,7 @@ class _Chain:
 class _Carrier:
     """A node whose streams run, and the child below which they guess."""
 
-    session: Session
+    session: DraftCache
     node: int
     child: int
     state: int  # row of the pass that is its state
@@ -107,7 +106,7 @@ class StreamingSessions(ModelSessions):
                 carriers += self._walk(one, own_chains, scores, begin)
                 longest = max(longest, *(chain.drafted for chain in own_chains))
             else:
-                self._add_children(one.session, one.parents, scores, one.ask.width, one.grown)
+                self._add_children(one, scores)
             begin += len(one.parents)
         if longest:
             self.passes, self.tokens = self.passes + 1, self.tokens + longest
@@ -188,7 +187,7 @@ class StreamingSessions(ModelSessions):
         return carriers
 
     @staticmethod
-    def _remove(session: Session, nodes: Sequence[int]) -> None:
+    def _remove(session: DraftCache, nodes: Sequence[int]) -> None:
         """Forget nodes without children but one another; the K/V of them is of no use, and goes with the next cut."""
         for number in nodes:
             node = session.nodes.pop(number)

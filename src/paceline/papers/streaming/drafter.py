@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.sequence import Sequence
+from ...core.tree import TokenTree
 from ...draft.base import Drafter, DrafterSpec, DraftRequest, LevelScores, StepFeatures
 from ...draft.fit import TrainedDrafterConfig
 from ...draft.levels import count, cut, product_trees
-from ...draft.proposal import Proposal
 from ...draft.registry import DrafterContext, option, proposes_option
 from ...draft.resampling import Resampling, ResamplingConfig, merge
 from ...weights.files import check_target
@@ -201,7 +201,7 @@ class StreamsDrafter(Drafter):
             self._stream_scores.pop(key, None)
             self._expected.pop(key, None)
 
-    def draft(self, want: DraftRequest) -> list[Proposal]:
+    def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One tree a sequence; the root alone where its last node carried no streams."""
         depths = [self._depth(*row) for row in want.rows()]
         if self.config.proposes == "sampled":
@@ -226,7 +226,7 @@ class StreamsDrafter(Drafter):
 
     def _merged(
         self, want: DraftRequest, depths: abc.Sequence[int], leftovers: abc.Sequence[LevelScores | None], children: int
-    ) -> list[Proposal]:
+    ) -> list[TokenTree]:
         """For each sequence the tree of what its streams predict now, and that of what was left over below it."""
         fresh: list[tuple[Sequence, LevelScores | None, int]] = []
         again: list[tuple[Sequence, LevelScores | None, int]] = []
@@ -247,16 +247,16 @@ class StreamsDrafter(Drafter):
 
     # -- drawn chains
 
-    def _drawn(self, sequence: Sequence, depth: int) -> Proposal:
+    def _drawn(self, sequence: Sequence, depth: int) -> TokenTree:
         """One token from each stream, drawn with noise of its own, and the distributions they came from."""
         heard = self._stream_scores.get(sequence.key)
         if not depth or not isinstance(heard, Tensor):
-            return Proposal()
+            return TokenTree()
         first, sampler = len(sequence.tokens), sequence.sampler
         q = sampler.probs(heard[:depth])  # [depth, V]
         tokens = sampler.draw(q, [*range(first, first + len(q))])
         log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
-        return Proposal(tokens.tolist(), [*range(len(q))], [*accumulate(log_q)], q=dict(enumerate(q)))
+        return TokenTree(tokens.tolist(), [*range(len(q))], [*accumulate(log_q)], q=dict(enumerate(q)))
 
 
 def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from ...core.tree import TokenTree
 from ...engine.passes import Pass, Span
 from ...model.attention.base import Segment, slot_indices
 from ...model.decoder import Decoder
@@ -32,7 +33,7 @@ def prune(
     """Drop unlikely nodes from tree and rows by the early exit's transition probabilities.
 
     Args:
-        p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.remaining`.
+        p: the pass; its trees, spans and state become those of the nodes that are kept, listed in `Pass.remaining`.
         carriers: whose trees may be pruned now: each is pruned once.
         insertion: the pass's segments, and the streams that are in it; to be planned again where nodes went.
         target: the model.
@@ -41,20 +42,17 @@ def prune(
     Returns:
         Whether any node was pruned.
     """
-    treed = [c for c in carriers if p.spans[c.work].nodes > 1]
-    if p.tree is None or not treed:
+    treed = [(c, tree) for c in carriers if (tree := p.spans[c.work].tree) is not None and len(tree)]
+    if not treed:
         return False
-    remaining: list[Sequence[int]] = [range(count) for count in p.tree.counts]
     cut = set()
-    for c, transitions in zip(treed, _transitions(p, treed, target), strict=True):
-        b = p.spans[c.work].tree_index
-        survivors = surviving(p.tree.parents[b], transitions, threshold, count)
+    for (c, tree), transitions in zip(treed, _transitions(p, treed, target), strict=True):
+        survivors = surviving(tree.parents, transitions, threshold, count)
         c.pruned = len(transitions) - len(survivors)
         if c.pruned:
-            remaining[b] = p.remaining[c.work] = survivors
+            p.remaining[c.work], p.spans[c.work].tree = [0, *survivors], tree.subset(survivors)
             cut.add(c.work)
     if cut:
-        p.tree = p.tree.subset(remaining)
         _drop_rows(p, insertion, cut, target.device)
     return bool(cut)
 
@@ -62,56 +60,49 @@ def prune(
 def surviving(
     parents: Sequence[int], transitions: Sequence[float], threshold: float | None, count: int | None
 ) -> list[int]:
-    """Nodes of one tree that are kept, ascending, including the root.
+    """Return the drafted nodes of one tree that are kept, ascending.
 
     Args:
-        parents: of each node, -1 for the root; those after the last of ``transitions`` are not read.
-        transitions: log p of each node given its parent; the root's is not read.
+        parents: of each drafted node.
+        transitions: log p of each given its parent.
         threshold: a node whose transition probability is below it is pruned with its subtree.
         count: drafted nodes to keep: those with the best cumulative score, of equals the earlier ones.
 
     Source: Speculative Streaming, section 2.3 and appendix G.1.
     """
     floor = -math.inf if threshold is None else math.log(threshold)
-    scores = [0.0] * len(transitions)
+    scores = [0.0]
     alive = []
     gone = set()
-    for node in range(1, len(transitions)):
-        parent = parents[node]
-        scores[node] = scores[parent] + transitions[node]
-        if parent in gone or transitions[node] < floor:
+    for node, (parent, transition) in enumerate(zip(parents, transitions, strict=True), start=1):
+        scores.append(scores[parent] + transition)
+        if parent in gone or transition < floor:
             gone.add(node)
         else:
             alive.append(node)
     if count is not None and len(alive) > count:
         # A score is never above its parent's, and parents come first, so a tree remains.
         alive = sorted(sorted(alive, key=lambda n: (-scores[n], n))[:count])
-    return [0, *alive]
+    return alive
 
 
-def _transitions(p: Pass, carriers: Sequence[StreamAnchors], target: Decoder) -> list[list[float]]:
-    """log p of every node given its parent, by the early exit; 0 for the root.
+def _transitions(p: Pass, treed: Sequence[tuple[StreamAnchors, TokenTree]], target: Decoder) -> list[list[float]]:
+    """Return log p of every drafted node given its parent, by the early exit.
 
     Source: Speculative Streaming, section 2.3: z = H(o_theta(M)), with M before the streams' first layer.
     """
-    assert p.tree is not None
-    tokens, parents = p.tree.tokens, p.tree.parents
     mapped, rows, columns, base = [], [], [], 0
-    for c in carriers:
-        span = p.spans[c.work]
-        b = span.tree_index
-        above = parents[b][1 : span.nodes]
-        inner = sorted({*above})
+    for c, tree in treed:
+        inner = sorted({*tree.parents})
         place = {node: base + i for i, node in enumerate(inner)}
         base += len(inner)
         assert c.streams.prune_map is not None, "refused where the round was made"
-        mapped.append(c.streams.prune_map(p.state.hidden[[span.root + node for node in inner]]))
-        rows += [place[parent] for parent in above]
-        columns += tokens[b][1 : span.nodes]
+        mapped.append(c.streams.prune_map(p.state.hidden[[p.spans[c.work].root + node for node in inner]]))
+        rows += [place[parent] for parent in tree.parents]
+        columns += tree.tokens
     z = target.read(torch.cat(mapped))
-    values = (z[rows, columns] - z.logsumexp(dim=-1)[rows]).tolist()
-    ends = [*accumulate(p.spans[c.work].nodes - 1 for c in carriers)]
-    return [[0.0, *values[begin:end]] for begin, end in zip([0, *ends], ends, strict=False)]
+    values = iter((z[rows, columns] - z.logsumexp(dim=-1)[rows]).tolist())
+    return [[*islice(values, len(tree))] for _, tree in treed]
 
 
 def _drop_rows(p: Pass, insertion: StreamInsertion, cut: set[int], device: torch.device) -> None:
@@ -129,7 +120,7 @@ def _drop_rows(p: Pass, insertion: StreamInsertion, cut: set[int], device: torch
             remaining[i] = rows_left
         start = len(rows)
         rows += [span.start + row for row in rows_left]
-        spans.append(Span(start, len(rows), start + before, span.tree_index))
+        spans.append(Span(start, len(rows), start + before, span.tree))
         segments[i] = replace(segments[i], start=start, stop=len(rows))
     rows += insertion.drop(remaining)
     p.state = p.state.keep(torch.tensor(rows, device=device))
