@@ -15,7 +15,7 @@ from kit.study import Table
 
 from paceline.core.errors import ConfigError
 from paceline.core.inference import inference
-from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.draft.sessions import ROOT, Expand, Opening
 from paceline.model.stages import cut_by_rows
 from specpipe_parts.common import STAGE_MS, PipeFlags, Times, draft_of, greedy, stage_of, study, target
 from specpipe_parts.real import CONTEXT, PASSES, WARM_UP, layers_ms
@@ -90,9 +90,9 @@ def draft_ms(ask: PipeFlags, rows: Sequence[int]) -> dict[int, float]:
 
     def timed(count: int) -> float:
         sessions.open(Opening(0, text, len(text), greedy(8), 0, 0))
-        (grown,) = sessions.grow([Ask(0, expand=[ROOT], width=count)])
+        (grown,) = sessions.grow([Expand(0, expand=[ROOT], width=count)])
         nodes = grown.nodes[:count]
-        took = _ms(lambda: sessions.grow([Ask(0, expand=nodes, width=ask.children)]))
+        took = _ms(lambda: sessions.grow([Expand(0, expand=nodes, width=ask.children)]))
         sessions.close(0)
         return took
 

@@ -124,7 +124,7 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
-        ("awq", {"bits": 8}, "bits = 8.*what is read is 4"),
+        ("awq", {"bits": 8}, "bits = 8.*it must be 4"),
         ("awq", {"version": "gemv"}, "version = 'gemv'.*'gemm'"),
         ("awq", {"group_size": 192}, "256 inputs are not whole groups of 192"),
         ("awq", {"quant_method": "gptq", "sym": False}, "asks for I32 .32, 256."),

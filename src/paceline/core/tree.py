@@ -160,13 +160,13 @@ class TokenTree:
             if wrong:
                 raise _no_tree(f"node {wrong[0]} of request {b} is below node {parents[wrong[0]]}, no earlier one")
             if self.scores is not None and isnan(sum(self.scores[b])) and any(map(isnan, self.scores[b])):
-                raise _no_tree(f"request {b} has a score that is no number")
+                raise _no_tree(f"request {b} has a score that is not a number")
         self.checked = True
 
 
 def _no_tree(wrong: str) -> ConfigError:
     remedy = "list the nodes top down, the root is 0, and give every column an entry a node"
-    return ConfigError("lists that are no token trees", wrong, remedy)
+    return ConfigError("lists that are not token trees", wrong, remedy)
 
 
 def _picked(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:

@@ -48,8 +48,8 @@ class HybridConfig(DrafterConfig):
     nests: ClassVar[bool] = True
 
     parts: str = option(
-        help="drafters joined by +, cheapest first, their options behind ;: suffix;depth=8+draft_model:NAME;topk=2, "
-        "or suffix+streams:NAME. A model's name alone: a suffix look-up beside it"
+        help="drafters joined by +, cheapest first, their options after ;: suffix;depth=8+draft_model:NAME;topk=2, "
+        "or suffix+streams:NAME. A model's name alone: a suffix look-up next to it"
     )
     nodes: int = option(24, help="most nodes of a merged draft", minimum=1, maximum=1024)
     dtype: str = option(

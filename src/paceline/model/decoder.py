@@ -209,7 +209,7 @@ class Decoder(nn.Module):
             RuntimeError: `finish` was not called, or they are borrowed.
         """
         if self.norm is None:
-            raise RuntimeError("embedding, norm and head of this decoder are lent by another, which lends them itself")
+            raise RuntimeError("embedding, norm and head of this decoder are another's, which shares them itself")
         norm = self.norm if self.stack is None else self.stack.final
         return TargetHandle(self.embedding.data, norm, self.head_product, self.stack)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from ...draft.sessions import ROOT, Ask, AsyncSessions, NewNodes, Pending
+from ...draft.sessions import ROOT, AsyncSessions, Expand, NewNodes, Pending
 
 Outcome = tuple[int, int, int]  # of a pass: a sequence, its accepted tokens, and the token that follows
 
@@ -168,12 +168,12 @@ class Rollout:
 
     # -- levels
 
-    def asks(self) -> tuple[list[Ask], list[list[int]]]:
+    def asks(self) -> tuple[list[Expand], list[list[int]]]:
         """Return the first level of everything, and the tokens wanted below each of its nodes, given ones first."""
         asks, levels = [], []
         for key, branches in self._by_key().items():
             added = self._given.get(key, ())
-            asks.append(Ask(key, [(b.tip, b.token) for b in added], [b.tip for b in branches]))
+            asks.append(Expand(key, [(b.tip, b.token) for b in added], [b.tip for b in branches]))
             levels.append([branch.levels - len(branch.chain) for branch in [*added, *branches]])
         return asks, levels
 
