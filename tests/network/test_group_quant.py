@@ -132,7 +132,7 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
         ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format.*more than once"),
         ("gptq", {"sym": True}, "qzeros.*a zero is not 8"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic = "),
-        ("gptq_order", {"desc_act": False}, "g_idx.*does not say desc_act"),
+        ("gptq_order", {"desc_act": False}, "g_idx.*does not have desc_act"),
         ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ],
 )
