@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from paceline.draft.sessions import Ask, NewNodes
+from paceline.draft.sessions import Expand, NewNodes
 from paceline.runtime import draft_worker
 from paceline.runtime.clock import Clock
 from paceline.runtime.drafts import DraftService
@@ -49,7 +49,7 @@ class PacedDrafts(DraftService):
         super().__init__(*given, **more)
         self._pace = Pace(self._clock, seconds)
 
-    def _level(self, asks: Sequence[Ask]) -> list[NewNodes]:
+    def _level(self, asks: Sequence[Expand]) -> list[NewNodes]:
         if not asks:
             return []
         with self._pace.work(sum(len(ask.added) + len(ask.expand) for ask in asks)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.options import option
-from paceline.draft.sessions import ROOT, Ask, AsyncSessions
+from paceline.draft.sessions import ROOT, AsyncSessions, Expand
 from paceline.engine.base import RoundParts, Work
 from paceline.model.stage_line import StageLine
 from paceline.model.stages import StageRows
@@ -75,7 +75,7 @@ class TreeSource(Source):
             self._asked[request] = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
             level = (flight.nodes[tips[0]].place - self.tops[request]) % (len(self.factors) + 1)
             width = [*self.factors, 1][level]
-            asks.append(Ask(request, expand=[*self._asked[request]], width=width))
+            asks.append(Expand(request, expand=[*self._asked[request]], width=width))
         if asks:
             self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
 

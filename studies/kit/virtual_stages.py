@@ -17,7 +17,7 @@ from typing import Literal
 from paceline.core.errors import ConfigError
 from paceline.core.inference import inference
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
-from paceline.draft.sessions import Ask, DraftSessions, NewNodes, Pending
+from paceline.draft.sessions import DraftSessions, Expand, NewNodes, Pending
 from paceline.model.stages import Frame, Stage, StagesInTurn
 from paceline.runtime.clock import Clock, Late
 from paceline.runtime.stage_workers import InFlight, Sent
@@ -242,7 +242,7 @@ class VirtualSessions(LocalSessions):
 
     def _live(self) -> None:
         while True:
-            asks: Sequence[Ask] = self._inbox.get()
+            asks: Sequence[Expand] = self._inbox.get()
             rows = sum(len(ask.expand) for ask in asks)
             with self._timeline.span("source", "draft", rows=rows), self._pace.work(rows):
                 try:
@@ -251,7 +251,7 @@ class VirtualSessions(LocalSessions):
                     answer = error
             self._outbox.put(answer)
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
         """See `AsyncSessions`."""
         self._inbox.put(asks)
         self._waiting = LocalGrowing.of(asks, levels)

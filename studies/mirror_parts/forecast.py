@@ -152,7 +152,7 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     round_: Any = llm.engine.round
     begin, shapes = round_.sessions.begin, list[Shape]()
 
-    def noted(asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Any:
+    def noted(asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> Any:
         shapes.extend(shape_of(own, wanted) for own, wanted in zip(asks, levels, strict=True) if own.added)
         return begin(asks, levels)
 
@@ -162,7 +162,7 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     return len(fallback) / len(reuse + fallback), len(reuse + fallback), shapes
 
 
-def shape_of(own: Ask, levels: Sequence[int]) -> Shape:
+def shape_of(own: Expand, levels: Sequence[int]) -> Shape:
     """Of one sequence's candidates, whose places are numbered as they come."""
     places: dict[int, int] = {}
     return [(places.setdefault(node, len(places)), most) for (node, _), most in zip(own.added, levels, strict=True)]
@@ -209,11 +209,11 @@ class MadeUp:
     def __init__(self) -> None:
         self._numbers = count(1)
 
-    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
+    def grow(self, asks: Sequence[Expand]) -> list[NewNodes]:
         """See `DraftSessions`."""
         return [self._grown(ask) for ask in asks]
 
-    def _grown(self, ask: Ask) -> NewNodes:
+    def _grown(self, ask: Expand) -> NewNodes:
         given = [next(self._numbers) for _ in ask.added]
         parents = [*given, *ask.expand]
         nodes = [next(self._numbers) for _ in parents]
@@ -357,4 +357,4 @@ class Busy:
     def _begin(self, key: int) -> None:
         shape = next(self._shapes)
         given = [(ROOT, token) for token in range(len(shape))]
-        self._growing[key] = self.sessions.begin([Ask(key, given)], [[levels for _, levels in shape]])
+        self._growing[key] = self.sessions.begin([Expand(key, given)], [[levels for _, levels in shape]])

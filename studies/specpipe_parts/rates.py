@@ -11,7 +11,7 @@ from kit.clock import VIRTUAL
 from kit.figures import Panel, Series
 from kit.study import Table
 
-from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.draft.sessions import ROOT, Expand, Opening
 from paceline.papers.specpipe.flight import NONE
 from specpipe_parts.common import (
     HOW,
@@ -46,7 +46,7 @@ def ranks_below(ask: PipeFlags, jobs: Sequence[Job], answers: Sequence[Sequence[
     for key, ((prompt, params), answer) in enumerate(zip(jobs, answers, strict=True)):
         sessions.open(Opening(key, [*prompt, answer[0]], len(prompt), params, 0, 0))
         for token in answer[1:]:
-            (grown,) = sessions.grow([Ask(key, expand=[ROOT], width=width)])
+            (grown,) = sessions.grow([Expand(key, expand=[ROOT], width=width)])
             order = sorted(range(len(grown.tokens)), key=lambda place: -grown.log_q[place])
             best = [grown.tokens[place] for place in order]
             ranks.append(best.index(token) if token in best else NONE)

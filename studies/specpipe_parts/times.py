@@ -90,9 +90,9 @@ def draft_ms(ask: PipeFlags, rows: Sequence[int]) -> dict[int, float]:
 
     def timed(count: int) -> float:
         sessions.open(Opening(0, text, len(text), greedy(8), 0, 0))
-        (grown,) = sessions.grow([Ask(0, expand=[ROOT], width=count)])
+        (grown,) = sessions.grow([Expand(0, expand=[ROOT], width=count)])
         nodes = grown.nodes[:count]
-        took = _ms(lambda: sessions.grow([Ask(0, expand=nodes, width=ask.children)]))
+        took = _ms(lambda: sessions.grow([Expand(0, expand=nodes, width=ask.children)]))
         sessions.close(0)
         return took
 

@@ -222,7 +222,7 @@ def test_a_cluster_without_a_token_is_refused(token: None, monkeypatch: pytest.M
     address, stop = answering_anybody(grpc)
     options: dict[str, Any] = {"pipeline": 2, "cluster": address, **SMALL}
     try:
-        with pytest.raises(CapabilityError, match="it asks nobody for a token: whoever reaches it runs code"):
+        with pytest.raises(CapabilityError, match="it has no token: whoever reaches it runs code"):
             LLM(MODEL, **options)
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
         with pytest.raises(CapabilityError, match="this process gives no token: RAY_AUTH_MODE is not token"):

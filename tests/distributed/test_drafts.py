@@ -21,7 +21,7 @@ from kits.tiny import VOCAB, assemble, draft_model, ids, run, tiny_decoder
 
 from paceline.core.grammar import Grammar
 from paceline.core.sampling import SamplingParams
-from paceline.draft.sessions import ROOT, Ask, AsyncSessions, Opening
+from paceline.draft.sessions import ROOT, AsyncSessions, Expand, Opening
 from paceline.engine.base import RoundParts
 from paceline.papers.mirror.round import MirrorRound
 from paceline.runtime.draft_worker import service
@@ -52,7 +52,7 @@ def test_a_worker_drafts_within_a_grammar():
     schema = '{"type": "object", "properties": {"name": {"const": "a"}}, "required": ["name"]}'
     params = SamplingParams(grammar=Grammar("json_schema", schema))
     served.handle(Open.of(Opening(0, PROMPT, len(PROMPT), params, seed=1, sample_index=0)))
-    (grown,) = served.sessions.grow([Ask(0, (), [ROOT])])
+    (grown,) = served.sessions.grow([Expand(0, (), [ROOT])])
     assert len(grown.tokens) == 1 and grown.log_q[0] > -0.1
 
 
@@ -69,7 +69,7 @@ def test_random_lives_are_the_same_here_and_there():
         asks = []
         for key, known in nodes.items():
             given = [(draw.choice([ROOT, *known]), draw.randrange(10, VOCAB))]
-            asks.append(Ask(key, given, [draw.choice(known)] if known else [ROOT], draw.choice([1, 3])))
+            asks.append(Expand(key, given, [draw.choice(known)] if known else [ROOT], draw.choice([1, 3])))
         found = here.grow(asks)
         assert there.grow(asks) == found
         for ask, grown in zip(asks, found, strict=True):
@@ -117,7 +117,7 @@ def timed() -> Iterator[Timed]:
 
 def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Timed):
     clock, sessions = timed.clock, timed.sessions
-    growing = sessions.begin([Ask(0, [(ROOT, 20), (ROOT, 30)], [ROOT])], [[9, 9, 9]])
+    growing = sessions.begin([Expand(0, [(ROOT, 20), (ROOT, 30)], [ROOT])], [[9, 9, 9]])
     clock.sleep_until(0.0071)  # levels end at 2.5, 4.5 and 6.5 ms, and are known 0.5 ms later
     sessions.look()
     assert len(growing.levels) == 3 and not growing.done
@@ -126,7 +126,7 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     assert len(growing.levels) == 5 and growing.levels[4] == {}
     assert clock.now() == pytest.approx(0.009) and timed.rows == [3, 3, 3, 3]
     assert [end for _, end in growing.times[:4]] == pytest.approx([0.0025, 0.0045, 0.0065, 0.0085])
-    again = sessions.begin([Ask(0, [], [n for n in growing.levels[3][0].nodes if n][:1])])
+    again = sessions.begin([Expand(0, [], [n for n in growing.levels[3][0].nodes if n][:1])])
     clock.sleep_until(0.1)
     sessions.look()
     assert again.done and sessions.ready()
@@ -136,7 +136,7 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     ("answer", "why"),
     [
         (Fault("ValueError: no"), "failed: ValueError: no"),
-        (Open.of(opening()), "says Open, which is no answer"),
+        (Open.of(opening()), "sent Open, which is not an answer"),
         (Grew(1, {}, True, 0.0, 0.0), "leaves a sequence out"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
     sessions = RemoteSessions(served, LONG)
     sessions.open(opening())
     with pytest.raises(DraftsLost, match=why):
-        sessions.grow([Ask(0, [], [ROOT])])
+        sessions.grow([Expand(0, [], [ROOT])])
     assert why in served.faults[0] and not sessions.ready()
     with pytest.raises(DraftsLost, match="is not there"):
         sessions.open(opening())
@@ -169,7 +169,7 @@ def test_one_that_is_late_is_given_up():
     sessions = RemoteSessions(served, 0.05)
     sessions.open(opening())
     with pytest.raises(DraftsLost, match="answered nothing for 0.05 s"):
-        sessions.grow([Ask(0, [], [ROOT])])
+        sessions.grow([Expand(0, [], [ROOT])])
 
 
 TARGET = tiny_decoder()
@@ -208,7 +208,7 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain
         placement=Placement(threads=1),  # as these tests: sums of several threads end in other bits
     )
     worker = Remote(spec, Timeouts(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01))
-    here, ask = bound(), [Ask(0, [(ROOT, 20)], [ROOT])]
+    here, ask = bound(), [Expand(0, [(ROOT, 20)], [ROOT])]
     here.open(opening())
     expected = here.grow(ask)
     try:
@@ -223,7 +223,7 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain
         threading.Timer(0.02, lambda: os.kill(worker.pid or 0, signal.SIGKILL)).start()
         with pytest.raises(DraftsLost):
             while True:
-                there.wait(there.begin([Ask(0, [(ROOT, 21)], [])], [[50]]))
+                there.wait(there.begin([Expand(0, [(ROOT, 21)], [])], [[50]]))
         assert "died: killed by SIGKILL" in worker.faults[0]
         assert mirrored(there)[0] == plain
     finally:

@@ -97,10 +97,10 @@ def test_files(tmp_path: Path) -> None:
     found = load_hot(tmp_path, 5)
     assert found is not None and found.tolist() == [0, 1, 3]
     for text, wrong in (
-        ("[1]", "no list of ids"),
-        ('{"tokens": []}', "no list of ids"),
-        ('{"tokens": [5]}', "no list of ids from 0 to 4"),
-        ('{"tokens": [true]}', "no list of ids"),
+        ("[1]", "not a list of ids"),
+        ('{"tokens": []}', "not a list of ids"),
+        ('{"tokens": [5]}', "not a list of ids from 0 to 4"),
+        ('{"tokens": [true]}', "not a list of ids"),
         ('{"tokens": [1, 1]}', "names a token twice"),
         ("{", "JSON"),
     ):

@@ -97,7 +97,7 @@ def test_names_are_taken_once(sample):
         register(other)
     with pytest.raises(ConfigError, match="taken"):
         register(type("Other", (DrafterConfig,), {"kind": "ngram"}))
-    with pytest.raises(ConfigError, match="is no name"):
+    with pytest.raises(ConfigError, match="is not a name"):
         register(type("Other", (DrafterConfig,), {"kind": "a,b"}))
 
 

@@ -15,7 +15,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.draft.draft_model import DraftModel
 from paceline.draft.model_sessions import ModelSessions
-from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
+from paceline.draft.sessions import ROOT, Expand, NewNodes, Opening
 from paceline.draft.text_sessions import LookUps, opened
 
 TARGET = tiny_decoder()
@@ -85,7 +85,7 @@ class Twin:
         best = log_q.topk(width)
         return best.indices.tolist(), best.values.tolist()
 
-    def grow(self, ask: Ask, grown: NewNodes) -> None:
+    def grow(self, ask: Expand, grown: NewNodes) -> None:
         for (parent, token), node in zip(ask.added, grown.added, strict=True):
             self.parents[node], self.tokens[node] = parent, token
         children: dict[int, list[tuple[int, float]]] = {}
@@ -128,7 +128,7 @@ def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
             if served._open[key].pending and draw.random() < 0.7:
                 expand.append(ROOT)
             if given or expand:
-                asks.append(Ask(key, sorted(given), expand, draw.choice([1, 3])))
+                asks.append(Expand(key, sorted(given), expand, draw.choice([1, 3])))
         if asks:
             for ask, grown in zip(asks, served.grow(asks), strict=True):
                 twins[ask.key].grow(ask, grown)
@@ -159,11 +159,11 @@ def test_nothing_grows_where_there_is_no_room() -> None:
     """A pool that is full, the end of the draft's context, a token that the draft lacks: no child, and no fault."""
     _, served = sessions(rows=1, pool_tokens=16, sequences=1)
     served.open(opening(0, PROMPT))
-    grown = served.grow([Ask(0, [(ROOT, 10 + i) for i in range(60)])])[0]
+    grown = served.grow([Expand(0, [(ROOT, 10 + i) for i in range(60)])])[0]
     assert len(grown.added) == 60 and not grown.nodes
-    assert served.grow([Ask(0, expand=[ROOT])])[0].nodes
+    assert served.grow([Expand(0, expand=[ROOT])])[0].nodes
     _, served = sessions()
     last = served.decoder.config.max_position
     served.open(opening(1, [12] * last))
-    (grown,) = served.grow([Ask(1, expand=[ROOT])])
-    assert grown.nodes and not served.grow([Ask(1, expand=grown.nodes)])[0].nodes
+    (grown,) = served.grow([Expand(1, expand=[ROOT])])
+    assert grown.nodes and not served.grow([Expand(1, expand=grown.nodes)])[0].nodes

@@ -14,7 +14,7 @@ from kits.tiny import tiny_decoder
 from paceline.core.sampling import SamplingParams
 from paceline.draft.ngram import NgramConfig, log_trust
 from paceline.draft.registry import DrafterContext
-from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.draft.sessions import ROOT, Expand, Opening
 from paceline.draft.suffix import SuffixConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -61,7 +61,7 @@ def lives(config: Any, seed: int) -> Any:
         tree = served._open[key]
         places = [ROOT, *tree.nodes]
         parent, node = draw.choice(places), draw.choice(places)
-        ask = Ask(key, [(parent, draw.randrange(6))], [node], draw.choice([1, 3]))
+        ask = Expand(key, [(parent, draw.randrange(6))], [node], draw.choice([1, 3]))
         (grown,) = served.grow([ask])
         for place in dict.fromkeys([*grown.added, node]):
             rows = zip(grown.parents, grown.tokens, grown.log_q, strict=True)

@@ -87,7 +87,7 @@ def test_calls_of_tools_and_their_answers():
         ([{"role": "user", "content": None}], "a role and a text"),
         ([{"role": 3, "content": "x"}], "a role and a text"),
         (["x"], "a role and a text"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "no JSON"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "not JSON"),
         ([{"role": "assistant", "tool_calls": ["f"]}], "names no function"),
     ],
 )

@@ -106,8 +106,8 @@ def test_a_drawn_seed_is_known_and_goes_on():
     [
         ([[1], [2]], GREEDY, "n=1"),
         ([[VOCAB]], GREEDY, "ids go from 0"),
-        ([[20] * 15], GREEDY, "ends behind 14"),
-        ([[20, EOS, 20]], replace(GREEDY, ignore_eos=False), "ends behind 2"),
+        ([[20] * 15], GREEDY, "ends after 14"),
+        ([[20, EOS, 20]], replace(GREEDY, ignore_eos=False), "ends after 2"),
     ],
 )
 def test_what_cannot_have_been_said_is_refused(said: list[list[int]], params: SamplingParams, word: str):

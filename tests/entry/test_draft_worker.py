@@ -15,7 +15,7 @@ from paceline.api.assembly.engine import load_target
 from paceline.api.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.draft.sessions import ROOT, Expand, Opening
 from paceline.runtime.draft_worker import draft_worker, service
 from paceline.runtime.placement import Placement
 
@@ -34,7 +34,7 @@ def test_it_drafts_what_the_drafter_here_drafts():
     tokens = target.tokenizer.encode("SELECT name FROM players WHERE")
     for one in sessions:
         one.open(Opening(0, tokens, len(tokens), SamplingParams(temperature=0), 0, 0))
-    here, there = (one.grow([Ask(0, [(ROOT, 100)], [ROOT], 3)])[0] for one in sessions)
+    here, there = (one.grow([Expand(0, [(ROOT, 100)], [ROOT], 3)])[0] for one in sessions)
     assert here == there and len(here.tokens) == 6
 
 

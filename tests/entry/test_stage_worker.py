@@ -68,9 +68,9 @@ def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> N
     [
         (0, "stages must be 1 or more"),
         (True, "pipeline takes"),
-        ("-2", "no number of stages"),
-        ("four", "no number of stages"),
-        ("a:1,b:2", "no number of stages"),
+        ("-2", "not a number of stages"),
+        ("four", "not a number of stages"),
+        ("a:1,b:2", "not a number of stages"),
         ("4,core=<0>", "no option 'core'"),
         ("2,threads=0", "threads must be 1 or more"),
         ("x" * 10_000, "characters"),

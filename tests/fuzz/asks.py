@@ -33,7 +33,7 @@ TORN = (  # bytes that make characters, halves of characters, and none
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class Expand:
     """One request. ``base`` is what its stop rules were made from, itself a request."""
 
     world: World
@@ -61,11 +61,11 @@ class Ask:
         return f"world={self.world.name} number={self.number} application={self.application} {changed} prompt={asked}"
 
 
-Answered = Callable[[Ask], Any]  # the answers of the oracle, from whose text and ids stop rules are made
+Answered = Callable[[Expand], Any]  # the answers of the oracle, from whose text and ids stop rules are made
 
 
 @lru_cache(maxsize=4000)
-def make_ask(world: World, number: int, answered: Answered, shared: bool = False) -> Ask:
+def make_ask(world: World, number: int, answered: Answered, shared: bool = False) -> Expand:
     """Request ``number`` of a world.
 
     Args:
@@ -80,11 +80,11 @@ def make_ask(world: World, number: int, answered: Answered, shared: bool = False
         earlier = make_ask(world, draw.randrange(number - number % LIBRARY, number), answered, shared)
         prompt, application = _going_on(earlier, answered, draw), earlier.application
     params = SamplingParams(**_options(world, len(prompt), draw))
-    ask = Ask(world, number, prompt, params, text, application)
+    ask = Expand(world, number, prompt, params, text, application)
     return _with_stops(ask, answered, draw) if draw.random() < 0.5 else ask
 
 
-def _going_on(earlier: Ask, answered: Answered, draw: random.Random) -> list[int]:
+def _going_on(earlier: Expand, answered: Answered, draw: random.Random) -> list[int]:
     """A conversation that goes on: an earlier prompt, its answer, and a few ids more."""
     said = [] if earlier.params.seed is None else answered(earlier).samples[0].ids
     return [*earlier.prompt, *said, *draw.choices(range(earlier.world.config.vocab_size), k=3)][: MAX_LEN - 1]
@@ -183,7 +183,7 @@ def _bias(world: World, draw: random.Random) -> dict[int, float]:
     return {draw.randrange(vocab): draw.choice(values) for _ in range(draw.choice([1, 3, 10]))}
 
 
-def _with_stops(ask: Ask, answered: Answered, draw: random.Random) -> Ask:
+def _with_stops(ask: Expand, answered: Answered, draw: random.Random) -> Expand:
     """Stop strings and ids out of the answer that the request has without them."""
     if ask.params.seed is None:
         return ask

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from asks import Ask
+from asks import Expand
 from kits.byte_tokens import PIECES, SPECIAL
 from kits.tiny import full_logits, holds_back, piece
 from torch import Tensor
@@ -57,7 +57,7 @@ class Answer:
     complaints: list[str] = field(default_factory=list)  # of the independent calculation
 
 
-def alone(ask: Ask) -> Answer:
+def alone(ask: Expand) -> Answer:
     """The request by itself: no drafts, no company, no pressure, no prefix to find, its prompt in one pass."""
     engine = _plain_engine(ask)
     request_id = engine.submit(ask.prompt, ask.params, prompt=ask.text, application=ask.application)
@@ -76,7 +76,7 @@ def alone(ask: Ask) -> Answer:
     return Answer(samples, output.prompt_logprobs)
 
 
-def _plain_engine(ask: Ask) -> Engine:
+def _plain_engine(ask: Expand) -> Engine:
     """A block holds any text: no block is ever full, so none is found again."""
     drafter, names = None, [] if ask.application is None else [ask.application]
     if ask.application == SHARED:  # the streams are part of the answer, and only this drafter brings them
@@ -86,7 +86,7 @@ def _plain_engine(ask: Ask) -> Engine:
 
 
 @lru_cache(maxsize=4000)
-def answer(ask: Ask) -> Answer:
+def answer(ask: Expand) -> Answer:
     """The oracle's answer, certified where it can be."""
     found = alone(ask)
     found.complaints = [f"sample {i} ended with an error" for i, s in enumerate(found.samples) if s.failed]
@@ -96,7 +96,7 @@ def answer(ask: Ask) -> Answer:
 
 
 @lru_cache(maxsize=1000)
-def foreseen(ask: Ask) -> list[list[int]]:
+def foreseen(ask: Expand) -> list[list[int]]:
     """The ids of each sample, and where that can be told what would follow, had no rule ended it."""
     free = {"stop": None, "stop_token_ids": None, "ignore_eos": True, "logprobs": None, "prompt_logprobs": None}
     said = [sample.ids for sample in answer(ask).samples]
@@ -106,7 +106,7 @@ def foreseen(ask: Ask) -> list[list[int]]:
     return [long if long[: len(ids)] == ids else ids for ids, long in zip(said, further, strict=True)]
 
 
-def unseeded(ask: Ask, seed: int) -> Answer:
+def unseeded(ask: Expand, seed: int) -> Answer:
     """The answer to a request that named no seed, for the seed that was drawn for it."""
     return answer(replace(ask, params=replace(ask.params, seed=seed)))
 
@@ -114,7 +114,7 @@ def unseeded(ask: Ask, seed: int) -> Answer:
 # The independent calculation
 
 
-def certify(ask: Ask, found: Answer, chosen: bool = True) -> list[str]:
+def certify(ask: Expand, found: Answer, chosen: bool = True) -> list[str]:
     """What is wrong with an answer, by a calculation that knows nothing of engines.
 
     Args:
@@ -134,16 +134,16 @@ def certify(ask: Ask, found: Answer, chosen: bool = True) -> list[str]:
     return complaints
 
 
-def _processed(ask: Ask) -> bool:
+def _processed(ask: Expand) -> bool:
     return ask.params.logprobs_mode == "processed"
 
 
-def _logits(ask: Ask, ids: Sequence[int]) -> Tensor:
+def _logits(ask: Expand, ids: Sequence[int]) -> Tensor:
     """[prompt + answer - 1, V]: one causal pass over the whole text."""
     return full_logits(merged(ask.world, ask.application), [*ask.prompt, *ids[:-1]])
 
 
-def _choices(ask: Ask, index: int, sample: Sample, rows: np.ndarray, chosen: bool) -> list[str]:
+def _choices(ask: Expand, index: int, sample: Sample, rows: np.ndarray, chosen: bool) -> list[str]:
     for t, token in enumerate(sample.ids):
         place = len(ask.prompt) + t
         possible = _possible(ask, sample, index, t, rows[t], place) if chosen else None
@@ -157,7 +157,7 @@ def _choices(ask: Ask, index: int, sample: Sample, rows: np.ndarray, chosen: boo
     return []
 
 
-def _possible(ask: Ask, sample: Sample, index: int, t: int, row: np.ndarray, place: int) -> set[int]:
+def _possible(ask: Expand, sample: Sample, index: int, t: int, row: np.ndarray, place: int) -> set[int]:
     """The right token; several where rounding alone decides between them."""
     noise: Any = 0.0
     if ask.params.temperature > 0:
@@ -171,7 +171,7 @@ def _possible(ask: Ask, sample: Sample, index: int, t: int, row: np.ndarray, pla
     return found
 
 
-def _rules(ask: Ask, output: Sequence[int], logits: np.ndarray, lean: float = 0.0) -> np.ndarray:
+def _rules(ask: Expand, output: Sequence[int], logits: np.ndarray, lean: float = 0.0) -> np.ndarray:
     """[V] float64: a row after every rule of the request, in the documented order.
 
     Args:
@@ -233,7 +233,7 @@ def keyed_noise(seed: int, index: int, place: int, vocab: int) -> np.ndarray:
     return (-(-(-uniform).log1p()).log()).double().numpy()
 
 
-def _ends(ask: Ask, sample: Sample) -> list[str]:
+def _ends(ask: Expand, sample: Sample) -> list[str]:
     """What is wrong with where an answer ends, and with its text."""
     p, eos = ask.params, set() if ask.params.ignore_eos else {*ask.world.config.eos_ids}
     room = MAX_LEN - len(ask.prompt)
@@ -267,7 +267,7 @@ def _say(text: str, fresh: str, p: SamplingParams, armed: bool) -> tuple[str, st
     return text, None
 
 
-def _texts(ask: Ask, sample: Sample, expected: str, spoken: int | None) -> list[str]:
+def _texts(ask: Expand, sample: Sample, expected: str, spoken: int | None) -> list[str]:
     """What is wrong with a text; ``spoken``: the tokens that have text, None where a stop string cut it."""
     prefix = _echo(ask)
     if sample.text != prefix + expected:
@@ -279,7 +279,7 @@ def _texts(ask: Ask, sample: Sample, expected: str, spoken: int | None) -> list[
     return []
 
 
-def _echo(ask: Ask) -> str:
+def _echo(ask: Expand) -> str:
     """What the text of an answer begins with."""
     if not ask.params.echo:
         return ""
@@ -336,7 +336,7 @@ def _run_pattern(run: bytes, told: int) -> str:
     return f"[\ufffd{re.escape(whole)}]*"
 
 
-def _prompt_logprobs(ask: Ask, found: Answer) -> list[str]:
+def _prompt_logprobs(ask: Expand, found: Answer) -> list[str]:
     rows = _logits(ask, [0])[:-1].numpy()
     if _processed(ask):
         rows = np.stack([_rules(ask, [], row) for row in rows]) if len(rows) else rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any
 
-from asks import LIBRARY, Ask, Bad, make_ask, make_bad
+from asks import LIBRARY, Bad, Expand, make_ask, make_bad
 from guests import GUESTS, Guest
 from oracle import Answer, Sample, answer, certify, foreseen, near, unseeded
 from witness import Witness
@@ -54,7 +54,7 @@ MODES = ("submit", "submit", "stream", "stream", "generate")
 class Visit:
     """One request in a case: when it comes, how it is read, when it is ended."""
 
-    ask: Ask | None
+    ask: Expand | None
     bad: Bad | None = None
     mode: str = "submit"  # submit: step by hand; stream: an iterator; generate: waits for its answer
     arrival: int = 0
@@ -474,11 +474,11 @@ class Play:
 
 
 @cache
-def _probe(world: World) -> Ask:
-    return Ask(world, -1, [11, 12, 13, 11, 12], SamplingParams(temperature=0, max_tokens=6))
+def _probe(world: World) -> Expand:
+    return Expand(world, -1, [11, 12, 13, 11, 12], SamplingParams(temperature=0, max_tokens=6))
 
 
-def _prompt(ask: Ask) -> Any:
+def _prompt(ask: Expand) -> Any:
     if ask.text is not None and tokenizer_of(ask.world) is not None:
         return ask.text
     return {"prompt_token_ids": ask.prompt}
@@ -487,7 +487,7 @@ def _prompt(ask: Ask) -> Any:
 # What must be equal
 
 
-def compare(ask: Ask, output: Any, expected: Answer, exact: bool) -> list[str]:
+def compare(ask: Expand, output: Any, expected: Answer, exact: bool) -> list[str]:
     """How an answer differs from the oracle's.
 
     Args:
@@ -507,7 +507,7 @@ def compare(ask: Ask, output: Any, expected: Answer, exact: bool) -> list[str]:
     return wrong
 
 
-def _possible(ask: Ask, output: Any) -> list[str]:
+def _possible(ask: Expand, output: Any) -> list[str]:
     """What is impossible about an answer that another verifier chose."""
     if not ask.world.reference or ask.application == SHARED or output.outputs[0].finish_reason == "abort":
         return []
@@ -523,7 +523,7 @@ def _compare_sample(completion: Any, sample: Sample) -> list[str]:
     return [] if ours == theirs else [f"sample {completion.index} is {ours}, and should be {theirs}"]
 
 
-def _compare_aborted(ask: Ask, completion: Any, sample: Sample) -> list[str]:
+def _compare_aborted(ask: Expand, completion: Any, sample: Sample) -> list[str]:
     """An answer that was ended early begins as the whole one; its text may end in what a stop rule would have cut."""
     count = len(completion.token_ids)
     if completion.token_ids != sample.ids[:count] or count > len(sample.ids):
@@ -536,7 +536,7 @@ def _compare_aborted(ask: Ask, completion: Any, sample: Sample) -> list[str]:
     return [f"an aborted answer says {completion.text!r} after {count} tokens, of which {safe!r} is right"]
 
 
-def _compare_logprobs(ask: Ask, given: Any, expected: abc.Sequence[Any]) -> list[str]:
+def _compare_logprobs(ask: Expand, given: Any, expected: abc.Sequence[Any]) -> list[str]:
     if given is None:
         return ["log-probabilities are missing"] if expected else []
     if len(given) != len(expected):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from asks import Ask, make_ask
+from asks import Expand, make_ask
 from campaign import Finding, examine
 from guests import GUESTS
 from kits.verdicts import gullible
@@ -110,12 +110,12 @@ def test_threads_share_an_engine() -> None:
     front.engine.pool.check_idle()
 
 
-def _by_generate(front: TinyLLM, ask: Ask) -> list[list[int]]:
+def _by_generate(front: TinyLLM, ask: Expand) -> list[list[int]]:
     output = front.generate({"prompt_token_ids": ask.prompt}, ask.params, application=ask.application)[0]
     return [sample.token_ids for sample in output.outputs]
 
 
-def _by_stream(front: TinyLLM, ask: Ask) -> list[list[int]]:
+def _by_stream(front: TinyLLM, ask: Expand) -> list[list[int]]:
     got: list[list[int]] = [[] for _ in range(ask.params.n)]
     for chunk in front.stream({"prompt_token_ids": ask.prompt}, ask.params, ask.application):
         got[chunk.index] += chunk.token_ids

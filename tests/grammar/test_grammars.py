@@ -105,7 +105,7 @@ def test_a_structural_tag_binds_behind_its_trigger(llm: LLM, grammars: Grammars)
 
 
 WRONG: dict[str, tuple[str, str, str]] = {
-    "no JSON": ("json_schema", "{", "no JSON"),
+    "no JSON": ("json_schema", "{", "not JSON"),
     "no schema": ("json_schema", "3", "a schema is an object"),
     "an unknown keyword": ("json_schema", '{"type": "object", "uniqueItems": true, "not": {"a": 1}}', "not"),
     "nothing meets it": ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 2}', "minimum .5. is greater"),

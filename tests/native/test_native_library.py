@@ -303,7 +303,7 @@ def test_a_file_that_was_given_away_is_not_run(cache: Path):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"CXX": 'g++ "'}, "is no command .No closing quotation."),
+        ({"CXX": 'g++ "'}, "is not a command .No closing quotation."),
         ({"CXX": "no-such-compiler"}, "no C.. compiler 'no-such-compiler' was found"),
         ({"XDG_CACHE_HOME": "somewhere/else"}, "name one by an absolute path"),
         ({"XDG_CACHE_HOME": "{source}"}, "cannot be kept in .*name a folder that can be written to"),

@@ -124,15 +124,15 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
-        ("awq", {"bits": 8}, "bits = 8.*what is read is 4"),
+        ("awq", {"bits": 8}, "bits = 8.*it must be 4"),
         ("awq", {"version": "gemv"}, "version = 'gemv'.*'gemm'"),
         ("awq", {"group_size": 192}, "256 inputs are not whole groups of 192"),
-        ("awq", {"quant_method": "gptq", "sym": False}, "asks for I32 .32, 256."),
+        ("awq", {"quant_method": "gptq", "sym": False}, "needs I32 .32, 256."),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
-        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format.*more than once"),
+        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format.*several values"),
         ("gptq", {"sym": True}, "qzeros.*a zero is not 8"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic = "),
-        ("gptq_order", {"desc_act": False}, "g_idx.*does not say desc_act"),
+        ("gptq_order", {"desc_act": False}, "g_idx.*does not have desc_act"),
         ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ],
 )
@@ -195,7 +195,7 @@ def with_value(name: str, value: float, at: int = 5) -> Callable[[Tensors], None
         ("compressed", with_value(Q + "weight_shape", 8, 0), "weight_shape.*it is not .256, 256."),
         ("gptq_order", with_value(Q + "g_idx", 9), "g_idx.*does not give each of 4 groups 64 inputs"),
         ("gptq", lambda t: t.update({Q + "bias": torch.ones(256)}), "bias.*is not zero"),
-        ("awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "asks for I32 .256, 32."),
+        ("awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "needs I32 .256, 32."),
     ],
 )
 def test_other_tensors_are_refused(form: str, change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def test_both_spellings_may_say_the_same():
             "rope_parameters and rope_scaling.*different",
         ),
         ({"rope_parameters": YARN, "rope_scaling": {**OLD, "factor": 8.0}}, "two different rotations"),
-        ({"rope_parameters": YARN, "rope_theta": 10000.0}, "rope_theta: it is said more than once, as 500.0 and 10000"),
+        ({"rope_parameters": YARN, "rope_theta": 10000.0}, "rope_theta: it has several values: 500.0 and 10000"),
         ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 1.0}, "partial_rotary"),
-        ({"rope_parameters": {**YARN, "type": "linear"}}, "rope_type .or type.: it is said more than once"),
+        ({"rope_parameters": {**YARN, "type": "linear"}}, "rope_type .or type.: it has several values"),
         (
             {"rope_parameters": YARN, "original_max_position_embeddings": 32},
             "original_max_position_embeddings: .*32 and 16",

@@ -126,7 +126,7 @@ def _pickle_only(folder: Path) -> None:
         (_truncate, "truncated or not safetensors"),
         (_drop("model.layers.2.self_attn.v_proj.weight"), r"misses tensor layers\.2\.self_attn\.v_proj\.weight"),
         (_add, r"unexpected tensor model\.layers\.0\.mlp\.extra\.weight"),
-        (_reshape, r"k_proj\.weight.*shape is \[64, 64\].*asks for \[32, 64\]"),
+        (_reshape, r"k_proj\.weight.*shape is \[64, 64\].*needs \[32, 64\]"),
         (_integers, "quantised weight"),
         (_pickle_only, "pickle files.*save_pretrained"),
         (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),

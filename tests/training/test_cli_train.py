@@ -244,5 +244,5 @@ def test_answers_of_another_making_are_not_gone_on_with(
     assert out.read_bytes() == kept
     sidecar(out).unlink()
     done = run(*args, *change)
-    assert (done.exit_code, "which says what made them, cannot be read" in said(done)) == (2, True)
+    assert (done.exit_code, "which has their settings, cannot be read" in said(done)) == (2, True)
     assert out.read_bytes() == kept

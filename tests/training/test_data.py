@@ -59,7 +59,7 @@ def test_both_forms_are_read(suffix: str, tmp_path: Path) -> None:
         (
             "x.jsonl",
             [{"prompt": "p", "completion": "c", "prompt_tokens": "12", "completion_tokens": [1]}],
-            "token ids are no lists of numbers",
+            "token ids are not lists of numbers",
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_damage_is_told(data: Path, target: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"records.bin or scored.bin is cut"):
         prepare(made)
     (records.with_name("made.json")).write_text("{}")
-    with pytest.raises(ConfigError, match="is no part of a cache"):
+    with pytest.raises(ConfigError, match="is not part of a cache"):
         prepare(made)
     assert records.is_file()  # what is there is somebody's
     assert run.step == 0

@@ -62,7 +62,7 @@ def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('recipe = "target"', "", "does not say its kind"),
+        ('recipe = "target"', "", "does not name its kind"),
         ("steps = 20", "stepps = 20", "TrainConfig has no 'stepps'. Did you mean 'steps'"),
         ("steps = 20", "steps = true", "steps=True: input should be a valid integer"),
         ("steps = 20", 'schedule = "flat"', "schedule='flat': input should be 'cosine', 'linear' or"),

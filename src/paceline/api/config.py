@@ -60,7 +60,7 @@ class LLMConfig(LLMOptions):
             parse_device(filled.place.device)
         if self.exact and filled is not None and filled.accept != "strict":
             subject = f"exact=True with round={shown(self.round)}"
-            raise CapabilityError(subject, "what a lossy rule says depends on the drafter", "leave out accept")
+            raise CapabilityError(subject, "output of a lossy rule depends on the drafter", "leave out accept")
 
     def resolve(self) -> Source:
         """Find the model, and read its configuration.
@@ -89,8 +89,8 @@ class LLMConfig(LLMOptions):
             raise ConfigError(subject, wrong, "give pipeline=2, or a round whose drafter has a process")
         named = self.pipeline is not None and parse_split(self.pipeline).cores
         if named or (place is not None and place.cores):
-            wrong = "which cores a worker gets is the cluster's to say"
-            raise ConfigError(f"{subject} with named cores", wrong, "say how many: cluster='auto,cores=2'")
+            wrong = "the cluster chooses the cores of a worker"
+            raise ConfigError(f"{subject} with named cores", wrong, "give their number: cluster='auto,cores=2'")
 
     def _piped(self, stages: int) -> str:
         """Return the round over so many stages in processes."""

@@ -87,7 +87,7 @@ class LLM:
     def _shared(self, other: Any) -> LoadedModel:
         """Another one's target, if it is what this one's configuration requests."""
         if not isinstance(other, LLM):
-            raise ConfigError(f"LLM(..., share={shown(other)})", "it is no LLM", "give one of the same target")
+            raise ConfigError(f"LLM(..., share={shown(other)})", "it is not an LLM", "give one of the same target")
         check_shared(self.config, other.config)
         for name, none in (("pipeline", None), ("tensor_parallel", 1)):
             if (subject := getattr(self.config, name)) != none:

@@ -34,7 +34,7 @@ def parse_split(value: int | str) -> Split:
     subject, text = f"pipeline={shown(value)}", str(value)
     first, _, rest = text.partition(",")
     if isinstance(value, bool) or len(text) > MOST_TEXT or not re.fullmatch(r"\s*\d{1,9}\s*", first):
-        raise ConfigError(subject, "it is no number of stages", "write 4, or 4,cores=<0,1,2,3>")
+        raise ConfigError(subject, "it is not a number of stages", "write 4, or 4,cores=<0,1,2,3>")
     split: Split = read_config(subject, Split, [("stages", first.strip()), *pairs(subject, Split, rest or None)])
     return split
 

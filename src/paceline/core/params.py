@@ -80,7 +80,7 @@ class SamplingParams:
         takes="stop is a string or a list of strings",
     )
     stop_token_ids: list[TokenId] | None = option(
-        None, help="token ids that end the output, beside EOS", takes="stop_token_ids is a list of token ids"
+        None, help="token ids that end the output, in addition to EOS", takes="stop_token_ids is a list of token ids"
     )
     min_tokens: int = option(
         0, help="EOS, stop ids and stop strings are not considered before this many tokens", minimum=0

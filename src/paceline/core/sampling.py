@@ -366,7 +366,7 @@ def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int],
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         if value is not None and value > vocab_size:
-            refuse(name, value, f"the vocabulary has {vocab_size} tokens", f"ask for {vocab_size} at most")
+            refuse(name, value, f"the vocabulary has {vocab_size} tokens", f"request {vocab_size} at most")
     if params.min_tokens > 0 and enders == vocab_size:
         wrong = f"EOS and the stop ids, which it rules out, are all {vocab_size} tokens of the vocabulary"
         refuse("min_tokens", params.min_tokens, wrong, "use min_tokens=0, or fewer stop_token_ids")

@@ -7,14 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from .sessions import Ask, DraftSessions, NewNodes, Opening, Pending
+from .sessions import DraftSessions, Expand, NewNodes, Opening, Pending
 
 
 @dataclass(slots=True)
 class LocalGrowing:
     """A growth that is under way: requests of its next level, and results; see `Pending`."""
 
-    asks: dict[int, Ask]  # by sequence, of the next level
+    asks: dict[int, Expand]  # by sequence, of the next level
     levels_left: dict[int, dict[int, int]]  # by sequence: of each node in its request the levels below it
     added: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
     ticket: int = 0  # by which its caller knows it
@@ -23,7 +23,7 @@ class LocalGrowing:
     done: bool = False
 
     @staticmethod
-    def of(asks: Sequence[Ask], levels: Sequence[Sequence[int]], ticket: int = 0) -> LocalGrowing:
+    def of(asks: Sequence[Expand], levels: Sequence[Sequence[int]], ticket: int = 0) -> LocalGrowing:
         """Return its beginning; see `AsyncSessions.begin`."""
         growth = LocalGrowing({}, {}, {}, ticket)
         for ask, levels_below in zip(asks, levels, strict=True):
@@ -42,7 +42,7 @@ class LocalGrowing:
         for parent, node in zip(grown.parents, grown.nodes, strict=True):  # parents first
             below[node] = (below[parent] if parent in below else levels_left[parent]) - 1
         if tips := {node: levels for node, levels in below.items() if levels > 0 and node not in grown.parents}:
-            ask = Ask(key, (), [*tips], most=[*tips.values()])
+            ask = Expand(key, (), [*tips], most=[*tips.values()])
             self.asks[key], self.levels_left[key], self.added[key] = ask, tips, []
 
     def call_off(self, key: int) -> None:
@@ -51,8 +51,8 @@ class LocalGrowing:
             part.pop(key, None)
         self.done = not self.asks
 
-    def advance(self, grow: Callable[[Sequence[Ask]], list[NewNodes]], now: Callable[[], float] = perf_counter) -> None:
-        """Draft one level of everything that is left, by a function that takes `Ask`s; the time is ``now``'s."""
+    def advance(self, grow: Callable[..., list[NewNodes]], now: Callable[[], float] = perf_counter) -> None:
+        """Draft one level of everything that is left, by a function that takes `Expand`s; the time is ``now``'s."""
         began, asks = now(), [*self.asks.values()]
         level = {ask.key: grown for ask, grown in zip(asks, grow(asks), strict=True)}
         for key, grown in level.items():
@@ -83,7 +83,7 @@ class LocalSessions:
         """Implement `AsyncSessions`."""
         return True
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
         """Implement `AsyncSessions`; drafting at once raises what the sessions raise."""
         growth = LocalGrowing.of(asks, levels)
         if self._thread is None:
@@ -135,7 +135,7 @@ class LocalSessions:
         """Implement `DraftSessions`."""
         self._pause().open(opening)
 
-    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
+    def grow(self, asks: Sequence[Expand]) -> list[NewNodes]:
         """Implement `DraftSessions`."""
         return self._pause().grow(asks)
 

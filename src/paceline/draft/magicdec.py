@@ -45,7 +45,7 @@ class MagicDecConfig(DrafterConfig):
     refuses = REFUSED
 
     window: int = option(64, help="last tokens that a drafting pass sees, its own among them", minimum=1)
-    sinks: int = option(1, help="first tokens that it sees beside them", minimum=0)
+    sinks: int = option(1, help="first tokens that it sees in addition", minimum=0)
     depth: int = option(4, help="tokens of a draft", minimum=1, maximum=64)
     proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
 

@@ -127,7 +127,7 @@ def register(config_class: type[DrafterConfig]) -> type[DrafterConfig]:
     name = config_class.kind
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
         subject = f"register {config_class.__name__}"
-        raise ConfigError(subject, f"kind={name!r} is no name", "set kind to letters, digits, _ . or -")
+        raise ConfigError(subject, f"kind={name!r} is not a name", "set kind to letters, digits, _ . or -")
     if name in _BUILTIN or _registered.get(name, config_class) is not config_class:
         raise ConfigError(f"register drafter {name!r}", "the name is taken", "choose another kind")
     _registered[name] = config_class
@@ -240,12 +240,12 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
 
     drafter = config.build(context or DrafterContext())
     if not isinstance(drafter, Drafter) or not isinstance(getattr(drafter, "spec", None), DrafterSpec):
-        wrong = f"{type(config).__name__}.build returned a {type(drafter).__name__}, which is no Drafter with a spec"
+        wrong = f"{type(config).__name__}.build returned a {type(drafter).__name__}, which is not a Drafter with a spec"
         remedy = "derive it from paceline.draft.Drafter, and set spec to a DrafterSpec"
         raise CapabilityError(f"drafter {config.kind!r}", wrong, remedy)
     form = getattr(config, "resample", "off")
     if form in ("top", "equal", "alone") and not drafter.spec.level_logits:
-        why = "its spec has no level_logits: what it says of a level depends on the tokens drafted in front of it"
+        why = "its spec has no level_logits: its scores of a level depend on the tokens drafted in front of it"
         raise CapabilityError(f"{config.kind},resample={form}", why, "leave resample out, or use another drafter")
     return drafter
 

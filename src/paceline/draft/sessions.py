@@ -56,7 +56,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Expand:
     """One level that a session's tree is to grow by."""
 
     key: int
@@ -77,7 +77,7 @@ class Ask:
 class NewNodes:
     """Describe what a session's tree has grown by."""
 
-    added: list[int] = field(default_factory=list)  # the nodes of `Ask.added`; a child with that token is taken again
+    added: list[int] = field(default_factory=list)  # nodes of `Expand.added`; a child with that token is used again
     parents: list[int] = field(default_factory=list)  # of each drafted child
     nodes: list[int] = field(default_factory=list)  # its number
     tokens: list[int] = field(default_factory=list)
@@ -99,7 +99,7 @@ class DraftSessions(Protocol):
     def open(self, opening: Opening) -> None:
         """Begin with a sequence."""
 
-    def grow(self, asks: abc.Sequence[Ask]) -> list[NewNodes]:
+    def grow(self, asks: abc.Sequence[Expand]) -> list[NewNodes]:
         """One level for each of several sequences; nodes that cannot be expanded (for want of room) get no child.
 
         A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
@@ -145,7 +145,7 @@ class AsyncSessions(DraftSessions, Protocol):
             ConfigError: they never will be.
         """
 
-    def begin(self, asks: abc.Sequence[Ask], levels: abc.Sequence[abc.Sequence[int]]) -> Pending:
+    def begin(self, asks: abc.Sequence[Expand], levels: abc.Sequence[abc.Sequence[int]]) -> Pending:
         """Begin to grow, and wait for nothing.
 
         Args:

@@ -200,7 +200,7 @@ class DraftCache:
         return rows, done
 
 
-NOBODY = Ask(-1)  # of a pass without a requested level
+NOBODY = Expand(-1)  # of a pass without a requested level
 
 
 @dataclass(slots=True)
@@ -210,7 +210,7 @@ class Expansion:
     session: Any
     parents: list[int]  # nodes to expand
     computed: list[int]  # nodes without K/V that the pass computes, parents first
-    ask: Ask = NOBODY  # the level that was requested, where it is one
+    ask: Expand = NOBODY  # the level that was requested, where it is one
     grown: NewNodes = field(default_factory=NewNodes)  # the answer
 
 
@@ -243,7 +243,7 @@ class TextSessions:
         """Add children of nodes that no look-up is sure of."""
 
     @inference
-    def grow(self, asks: abc.Sequence[Ask]) -> list[NewNodes]:
+    def grow(self, asks: abc.Sequence[Expand]) -> list[NewNodes]:
         """Implement `DraftSessions`: nodes that a look-up is sure of are not computed."""
         grown, unsure = list[NewNodes](), list[dict[int, tuple[int, Found]]]()
         ready: list[Expansion] = []
@@ -261,7 +261,7 @@ class TextSessions:
                 self._put(self._open[ask.key], node, *rest[node], each)
         return grown
 
-    def _look_up(self, session: Any, ask: Ask, grown: NewNodes) -> dict[int, tuple[int, Found]]:
+    def _look_up(self, session: Any, ask: Expand, grown: NewNodes) -> dict[int, tuple[int, Found]]:
         """Return the nodes that no look-up is sure of, and the look-ups' followers there.
 
         Add children of the others.

@@ -34,7 +34,7 @@ class AheadConfig(RoundConfig):
     threads: int | None = option(None, help="threads of the drafter's process; none: one a core", minimum=1)
     device: str = option(
         "",
-        help="device of the drafter's process, such as cuda:1; none: the GPU behind the target's where that has "
+        help="device of the drafter's process, such as cuda:1; none: the GPU after the target's where that has "
         "device=cuda, else the target's own",
     )
 
@@ -107,7 +107,7 @@ class SessionGuard:
             self._away = self._comes_back and not isinstance(error, ConfigError)
             if not self._away:
                 self.failure = why
-            log.error("%s; decoding goes on without it", why, exc_info=error)
+            log.error("%s; decoding continues without it", why, exc_info=error)
             self._drop()
         return isinstance(error, Exception)
 

@@ -480,7 +480,7 @@ class AutoBudget(DraftBudget):
         gains = ", ".join(
             f"{name} {estimate.gain:.2f}" for name, estimate in zip(self.sources, self._size.gains, strict=True)
         )
-        asks = f"an ask brings, beyond its rows, so many tokens: {gains}"
+        asks = f"a call brings, beyond its rows, so many tokens: {gains}"
         if not nodes:
             return f"{at}: drafts do not pay ({asks})"
         many = "1 node" if nodes == 1 else f"{nodes} nodes"

@@ -29,10 +29,10 @@ def check_prompt(prompt_ids: Sequence[int], limits: EngineLimits) -> None:
 def check_said(lists: Sequence[Sequence[int]], samples: int, limits: EngineLimits) -> None:
     """Raise ConfigError where so many samples cannot have emitted the tokens."""
     if len(lists) > samples:
-        raise ConfigError(f"tokens said by {len(lists)} samples", f"the request has n={samples}", "give one list each")
+        raise ConfigError(f"tokens of {len(lists)} samples", f"the request has n={samples}", "give one list each")
     for tokens in lists:
         if tokens:
-            check_ids("said token id", tokens, limits, "give the tokens that this model said")
+            check_ids("emitted token id", tokens, limits, "give the tokens that this model emitted")
 
 
 def check_ids(what: str, ids: Sequence[int], limits: EngineLimits, remedy: str) -> None:

@@ -146,7 +146,7 @@ class GuardedDrafter:
         self._why = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
         rest_s = REST_S * 2 ** min(self._failures, MOST_RESTS)
         self._failures, self._rests_until = self._failures + 1, monotonic() + rest_s
-        log.error("%s; decoding goes on without it for %.0f s", self._why, rest_s, exc_info=error)
+        log.error("%s; decoding continues without it for %.0f s", self._why, rest_s, exc_info=error)
         with suppress(Exception):
             self.drafter.release([view.key for view in sequences])
 

@@ -297,7 +297,7 @@ class Engine:
         try:
             touched, ended = self._step()
         except WorkerRestarted as error:  # the next call begins with what was surely emitted
-            log.warning("%s; K/V of all requests is computed anew", error)
+            log.warning("%s; K/V of all requests is computed again", error)
             return []
         updated = [*touched.values()]
         if self._untold:
@@ -491,8 +491,8 @@ def _say_again(sequence: Sequence, tokens: abc.Sequence[int]) -> None:
     if sequence.fault is not None:
         sequence.checker.end("error")
     elif count < len(tokens):
-        wrong = f"the output ends behind {count} ({sequence.checker.finish_reason})"
-        raise ConfigError(f"{len(tokens)} tokens that were said", wrong, "give the request's own parameters and tokens")
+        wrong = f"the output ends after {count} ({sequence.checker.finish_reason})"
+        raise ConfigError(f"{len(tokens)} emitted tokens", wrong, "give the request's own parameters and tokens")
 
 
 def _share_times(result: StepResult, host_ms: float) -> None:

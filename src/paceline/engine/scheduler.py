@@ -295,5 +295,5 @@ def parse_prompt_rows(value: Any) -> int | Literal["auto"] | None:
     digits = isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 8
     if not digits or int(text) < 1:
         remedy = "give 1 or more, or auto; leave it out for no bound"
-        raise ConfigError(f"max_prompt_rows={shown(value)}", "it is no number of rows", remedy)
+        raise ConfigError(f"max_prompt_rows={shown(value)}", "it is not a number of rows", remedy)
     return int(text)

@@ -143,7 +143,7 @@ def _call(call: Any) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            wrong = f"its arguments are no JSON ({error})"
+            wrong = f"its arguments are not JSON ({error})"
             raise ConfigError(f"tool call {shown(function['name'])}", wrong, remedy) from error
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -218,7 +218,7 @@ def _require_own(path: Path) -> None:
     facts, user = path.stat(), os.geteuid()
     if facts.st_uid != user:
         raise RuntimeError(
-            f"{path} belongs to user {facts.st_uid}, not to user {user} who runs this, and its code is not run; "
+            f"{path} belongs to user {facts.st_uid}, not to user {user}, and its code is not run; "
             "remove it, or name a folder of your own in XDG_CACHE_HOME"
         )
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -238,7 +238,7 @@ def _compiler() -> list[str]:
     try:
         words = shlex.split(variable) or ["c++"]
     except ValueError as error:
-        raise RuntimeError(f"CXX={variable!r} is no command ({error}); correct it, or unset it") from error
+        raise RuntimeError(f"CXX={variable!r} is not a command ({error}); correct it, or unset it") from error
     program = shutil.which(words[0])
     if program is None:
         raise RuntimeError(f"no C++ compiler {words[0]!r} was found; install g++, or name yours in CXX")

@@ -279,7 +279,7 @@ class Stack:
         end = 0
         for entry, r in zip(table, ranges, strict=True):
             if not end <= r.start < r.stop <= rows:
-                raise ValueError(f"adapters for rows {r.start} to {r.stop} of {rows}, behind others up to row {end}")
+                raise ValueError(f"adapters for rows {r.start} to {r.stop} of {rows}, after others up to row {end}")
             packed, end = self.adapters(r.adapter), r.stop
             entry.start, entry.stop, entry.rank = r.start, r.stop, packed.rank
             entry.adapter = ctypes.addressof(packed.table)

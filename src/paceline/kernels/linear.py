@@ -110,7 +110,7 @@ class NativeLinear(LinearOp):
             some, place = rows[first : first + step], self.packed.data_ptr() + first // LANES * line
             if not library.pl_pack_rows(some.data_ptr(), len(some), k, kind, place, torch.get_num_threads()):
                 remedy = "download the file again, or convert the model again"
-                raise ConfigError(_sources(parts), "a scale is no finite number", remedy)
+                raise ConfigError(_sources(parts), "a scale is not a finite number", remedy)
             for part in parts:
                 part.release()
         self._held.append(self.packed)

@@ -63,7 +63,7 @@ def bad(name: str, value: object, rule: str, file: str = "config.json") -> Confi
 
 def contradiction(name: str, values: Iterable[object]) -> ConfigError:
     listed = " and ".join(map(shown, values))
-    return ConfigError(f"config.json: {name}", f"it is said more than once, as {listed}", "remove what is wrong")
+    return ConfigError(f"config.json: {name}", f"it has several values: {listed}", "remove what is wrong")
 
 
 def check_integer(name: str, value: object, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:

@@ -48,7 +48,7 @@ def load_hot(folder: Path | None, vocab: int) -> Tensor | None:
     content = read_json(folder / FILE, _REMEDY)
     ids = content.get("tokens") if isinstance(content, dict) else None
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab for i in ids):
-        raise ConfigError(str(folder / FILE), f"tokens is no list of ids from 0 to {vocab - 1}", _REMEDY)
+        raise ConfigError(str(folder / FILE), f"tokens is not a list of ids from 0 to {vocab - 1}", _REMEDY)
     hot = torch.tensor(ids).unique()
     if len(hot) != len(ids):
         raise ConfigError(str(folder / FILE), "it names a token twice", _REMEDY)

@@ -22,7 +22,7 @@ from ..core.errors import PacelineError
 from ..core.grammar import Grammar, Matcher
 from ..core.sampling import SamplingParams
 from ..draft.local_sessions import LocalGrowing
-from ..draft.sessions import Ask, DraftSessions, NewNodes, Opening, Pending
+from ..draft.sessions import DraftSessions, Expand, NewNodes, Opening, Pending
 from .clock import Clock, RealClock
 from .handshake import Facts
 from .remote import Remote, receive, send
@@ -74,7 +74,7 @@ class Grow:
     """Grow the trees of several sequences."""
 
     ticket: int  # of the asker's
-    asks: list[Ask]  # the first level; ``most`` states how far it continues below each node
+    asks: list[Expand]  # the first level; ``most`` states how far it continues below each node
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class DraftService(Service):
             self._growths.popleft()
         return [Grew(growth.ticket, growth.levels[-1], growth.done, *growth.times[-1])]
 
-    def _level(self, asks: Sequence[Ask]) -> list[NewNodes]:
+    def _level(self, asks: Sequence[Expand]) -> list[NewNodes]:
         return self.sessions.grow(asks) if asks else []
 
 
@@ -210,7 +210,7 @@ class RemoteSessions:
         """Implement `DraftSessions`."""
         self._send(Update("forget", ()))
 
-    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
+    def grow(self, asks: Sequence[Expand]) -> list[NewNodes]:
         """Implement `DraftSessions`; waits for one level."""
         growing = self.begin(asks)
         self.wait(growing)
@@ -219,7 +219,7 @@ class RemoteSessions:
             self._give_up("leaves a sequence out")
         return [level[ask.key] for ask in asks]
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]] | None = None) -> LocalGrowing:
+    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]] | None = None) -> LocalGrowing:
         """Begin to grow, and wait for nothing.
 
         Args:
@@ -268,7 +268,7 @@ class RemoteSessions:
         if message is None:
             return False
         if not isinstance(message, Grew):
-            self._give_up(f"says {type(message).__name__}, which is no answer")
+            self._give_up(f"sent {type(message).__name__}, which is not an answer")
         if (growing := self._growing.get(message.ticket)) is not None:
             growing.times.append((message.began, message.ended))
             growing.levels.append(message.level)

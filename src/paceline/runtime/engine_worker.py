@@ -154,7 +154,7 @@ class EngineService(Service):
                 store=submission.store,
             )
         except QueueFull as error:
-            return Rejected(submission.id, "a request", str(error), "ask again later", full=True)
+            return Rejected(submission.id, "a request", str(error), "try again later", full=True)
         except ConfigError as error:
             return Rejected(submission.id, error.subject, error.wrong, error.remedy)
         live = self._engine.live[submission.id]

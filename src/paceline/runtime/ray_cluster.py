@@ -76,7 +76,7 @@ def connect(cluster: ClusterConfig, insecure: bool) -> str:
     subject = f"cluster={cluster.address!r}"
     if not insecure and os.environ.get("RAY_AUTH_MODE") != "token":
         wrong = "this process gives no token: RAY_AUTH_MODE is not token"
-        raise CapabilityError(subject, wrong, f"set it as on the hosts ({PAGE}), or say insecure_cluster")
+        raise CapabilityError(subject, wrong, f"set it as on the hosts ({PAGE}), or add insecure_cluster")
     address = os.environ.get("RAY_ADDRESS", "auto") if cluster.address == "auto" else cluster.address
     if address != "auto":
         _check_head(subject, address, insecure)
@@ -92,8 +92,8 @@ def _check_head(subject: str, address: str, insecure: bool) -> None:
     """Check that a cluster's head is there, accepts this process's token, and refuses clients without one."""
     _probe(subject, address, _token())
     if not insecure and _probe(subject, address, ""):
-        wrong = "it asks nobody for a token: whoever reaches it runs code on all its hosts"
-        raise CapabilityError(subject, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or say insecure_cluster")
+        wrong = "it has no token: whoever reaches it runs code on all its hosts"
+        raise CapabilityError(subject, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or add insecure_cluster")
 
 
 def _join(subject: str, address: str) -> None:
@@ -180,7 +180,7 @@ def check_fit(subject: str, bundles: Sequence[Mapping[str, float]]) -> None:
         if not room:
             there = ", ".join(_has(has) for has in hosts().values())
             wrong = f"it has no room for all of {len(bundles)} processes, this one included; its hosts have {there}"
-            raise ConfigError(subject, wrong, "ask for fewer cores or stages, or let more hosts join")
+            raise ConfigError(subject, wrong, "give fewer cores or stages, or let more hosts join")
         fullest = min(room, key=lambda has: has.get("CPU", 0.0))
         for name, amount in needed.items():
             fullest[name] -= amount
@@ -213,7 +213,7 @@ class Reservation:
         if not self._group.wait(RESERVE_S):
             free = _has(ray.available_resources())
             wrong = f"others use it: {free} are free in all, for {RESERVE_S:g} s"
-            raise ConfigError(subject, wrong, "wait for them, ask for fewer cores, or let more hosts join")
+            raise ConfigError(subject, wrong, "wait for them, give fewer cores, or let more hosts join")
 
     def launch(self, index: int) -> Launch:
         """Return how the worker of one of the bundles is started."""

@@ -33,7 +33,7 @@ class Description:
     tokenizer: str | None  # the text of tokenizer.json; None: the model has no tokenizer of that kind
     chat_templates: dict[str, str]  # by name; "default" where there is only one
     special_tokens: dict[str, str]  # for templates: "eos_token" and so on
-    sampling: dict[str, Any]  # what generation_config.json says
+    sampling: dict[str, Any]  # contents of generation_config.json
     speculation: dict[str, Any]  # drafter, round, budget
 
 

@@ -93,7 +93,7 @@ def write(
         try:
             stored = json.loads(beside.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            wrong = f"{beside.name}, which says what made them, cannot be read ({error})"
+            wrong = f"{beside.name}, which has their settings, cannot be read ({error})"
             raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
         wrong = "their {name} is {found!r}, this command's {own!r}"
         require_same(f"answers {path}", {name: stored.get(name) for name in facts}, facts, _REPEAT, wrong)

@@ -130,9 +130,9 @@ class TopCache:
             space = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
             say(f"cache {self.folder}: {tokens:,} tokens to score, {space}; {free / 1e6:,.0f} MB are free")
             if size > free:
-                wrong = f"what the model says takes {space}, and {free / 1e6:,.0f} MB are free"
+                wrong = f"the model's scores take {space}, and {free / 1e6:,.0f} MB are free"
                 raise StorageError(f"--cache {self.folder}", wrong, "free space, name another folder, or leave it out")
-            remedy = "free space there, or train without --cache; what is scored is kept, the same command continues"
+            remedy = "free space there, or train without --cache; scored documents stay, the same command continues"
             with writing(f"--cache {self.folder}", remedy):
                 self._score(make_scorer(), wishes, say)
 
@@ -207,7 +207,7 @@ class TopCache:
             for name, values in columns.items():
                 values[here] = self._files[index][name][places[here] - int(self.parts[index].starts[0])]
         if not columns["log_probs"].any(1).all():  # a hole: probabilities of 1 each
-            raise ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made anew")
+            raise ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made again")
         return columns
 
 
@@ -225,7 +225,7 @@ def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dty
             place.mkdir(parents=True, exist_ok=True)
             (place / MADE).write_text(text, encoding="utf-8")
     elif (place / MADE).read_text("utf-8") != text:
-        raise ConfigError(f"--cache {folder}", f"{place.name} in it is no part of a cache", "name another folder")
+        raise ConfigError(f"--cache {folder}", f"{place.name} in it is not part of a cache", "name another folder")
     scored = np.zeros(len(starts) - 1, dtype=np.uint32)
     if (place / SCORED).is_file():
         stored = np.fromfile(place / SCORED, dtype="<u4", count=len(scored))
@@ -234,7 +234,7 @@ def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dty
     there = (place / RECORDS).stat().st_size if (place / RECORDS).is_file() else 0
     if (scored > np.diff(starts)).any() or int(ends.max(initial=0)) * kind.itemsize > there:
         wrong = f"{RECORDS} or {SCORED} is cut or of other data"
-        raise ConfigError(f"cache {place}", wrong, "remove the folder: it is made anew")
+        raise ConfigError(f"cache {place}", wrong, "remove the folder: it is made again")
     return CachedSource(place, kind, starts, scored)
 
 

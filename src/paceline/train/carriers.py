@@ -86,8 +86,8 @@ def make_carriers(index: Tensor, positions: Tensor) -> CarrierRows:
 class _GroupAttention(torch.autograd.Function):
     """Attention of P carriers' G queries each over K keys that all share and gamma keys of the carrier's own.
 
-    The scores of a block exist twice at most, in the forward pass and again in the backward pass; what is retained
-    between them is the weights, in the dtype of the queries. Gradients of the shared keys are made only where wanted.
+    The scores of a block exist twice at most, in the forward pass and again in the backward pass; retained
+    between them are the weights, in the dtype of the queries. Gradients of the shared keys are made only where wanted.
     """
 
     @staticmethod

@@ -125,7 +125,7 @@ def _fields(record: Any, path: Path, number: int) -> dict[str, Any]:
         if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
             ids = {k: record[k] for k in ("prompt_tokens", "completion_tokens") if k in record}
             if not all(isinstance(v, list) and all(isinstance(i, int) for i in v) for v in ids.values()):
-                raise ConfigError(f"data {path}, line {number}", "its token ids are no lists of numbers", "correct it")
+                raise ConfigError(f"data {path}, line {number}", "its token ids are not lists of numbers", "correct it")
             return {"prompt": record["prompt"], "completion": record["completion"], **ids}
         turns, reference = record.get("turns"), record.get("reference")
         if isinstance(turns, list) and turns and isinstance(reference, list) and reference:

@@ -74,7 +74,7 @@ def read_recipe(path: Path) -> RecipeFile:
     table: RecipeTable = fill(RecipeTable, values, path)
     data: DataTable = fill(DataTable, table.data, path)
     if not table.recipe:
-        raise ConfigError(f"recipe {path}", 'it does not say its kind (recipe = "eagle")', "add it")
+        raise ConfigError(f"recipe {path}", 'it does not name its kind (recipe = "eagle")', "add it")
     return RecipeFile(
         kind=table.recipe,
         options=table.options,

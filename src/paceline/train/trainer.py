@@ -258,7 +258,7 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.out).free
         except OSError as error:
-            raise ConfigError(f"--out {self.out}", f"it is no folder to write to ({error})", "name another") from error
+            raise ConfigError(f"--out {self.out}", f"it cannot be written to ({error})", "name another") from error
         needed = 3 * sum(p.numel() * p.element_size() for p in self.trained.values())  # AdamW holds two more of each
         if not os.access(self.out, os.W_OK):
             raise ConfigError(f"--out {self.out}", "it cannot be written to", "name another")

@@ -132,7 +132,7 @@ class GroupTensor:
             )  # a carry was borrowed
             zeros = _nibbles(torch.from_numpy(whole.view(np.int32)), interleaved=self.quant.method == "awq")
         if self.quant.symmetric and (zeros != 8).any():
-            self._refuse("zeros", "a zero is not 8, and quantization_config says sym")
+            self._refuse("zeros", "a zero is not 8, and quantization_config has sym")
         return zeros[:, : self.shape[0]].T
 
     def _order(self) -> Tensor | None:
@@ -145,7 +145,7 @@ class GroupTensor:
         if torch.equal(groups, in_order) or (self.quant.method == "compressed-tensors" and (groups == -1).any()):
             return None
         if not self.quant.reordered:
-            self._refuse("groups", "inputs are out of order, and quantization_config does not say desc_act")
+            self._refuse("groups", "inputs are out of order, and quantization_config does not have desc_act")
         order = groups.argsort(stable=True)
         if not torch.equal(groups[order], in_order):
             self._refuse("groups", f"it does not give each of {k // size} groups {size} inputs")
@@ -202,7 +202,7 @@ def take_groups(
                 raise ConfigError(subject, f"there is no {last} next to it", _RESTORE)
             part = parts[role] = stored.pop(stem + last)
             if part.dtype not in types or part.shape != expected:
-                wrong = f"it is {part.dtype} {list(part.shape)}, and config.json asks for {types[0]} {list(expected)}"
+                wrong = f"it is {part.dtype} {list(part.shape)}, and config.json needs {types[0]} {list(expected)}"
                 raise ConfigError(f"tensor {part.name} in {part.file}", wrong, "use the config.json of these weights")
         bias = stem + "bias"  # old writers gave each linear one, zeros where the model has none
         if quant.method == "gptq" and bias in stored and bias not in shapes:

@@ -200,7 +200,7 @@ def _check_piece(piece: Piece, tensor: StoredTensor) -> None:
     if tensor.shape != piece.shape:
         raise ConfigError(
             subject,
-            f"its shape is {shown(list(tensor.shape))}, config.json asks for {list(piece.shape)}",
+            f"its shape is {shown(list(tensor.shape))}, config.json needs {list(piece.shape)}",
             "use the config.json that belongs to these weights",
         )
 

@@ -70,7 +70,7 @@ def read_group_quant(settings: Json) -> GroupQuant:
         return _gptq(settings)
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
-    wrong = f"what is read is plain, or quantised with {', '.join(NAMES)}"
+    wrong = f"weights are plain, or quantised with {', '.join(NAMES)}"
     raise CapabilityError(f"a checkpoint quantised with {shown(method)}", wrong, ORIGINAL)
 
 
@@ -112,7 +112,7 @@ def _compressed_tensors(settings: Json) -> GroupQuant:
         _refuse_value("sparsity_config", sparsity, "sparse weights are not read")
     schemes = settings.get("config_groups")
     if not isinstance(schemes, dict) or not schemes:
-        _refuse_value("config_groups", schemes, "it must say how weights are quantised")
+        _refuse_value("config_groups", schemes, "it must describe how weights are quantised")
     schemes_read = {_scheme(name, scheme) for name, scheme in schemes.items()}
     if len(schemes_read) > 1:
         _refuse_value("config_groups", [*schemes], "linears that are quantised in several ways are not read")
@@ -121,7 +121,7 @@ def _compressed_tensors(settings: Json) -> GroupQuant:
 
 def _scheme(name: str, scheme: Any) -> GroupQuant:
     if not isinstance(scheme, dict) or not isinstance(scheme.get("weights"), dict):
-        _refuse_value(f"config_groups: {name}", scheme, "it must say how weights are quantised")
+        _refuse_value(f"config_groups: {name}", scheme, "it must describe how weights are quantised")
     weights = scheme["weights"]
     _only(scheme, "format", None, "pack-quantized")
     for other in ("input_activations", "output_activations"):
@@ -141,7 +141,7 @@ def _scheme(name: str, scheme: Any) -> GroupQuant:
 def _group_size(settings: Json) -> int:
     value = settings.get("group_size")
     if type(value) is not int or (value != -1 and (value < BLOCK or value % BLOCK)):
-        _refuse_value("group_size", value, f"what is read is a multiple of {BLOCK}, or -1")
+        _refuse_value("group_size", value, f"it must be a multiple of {BLOCK}, or -1")
     return int(value)
 
 
@@ -150,7 +150,7 @@ def _only(settings: Json, name: str, *values: Any) -> Any:
     value = settings.get(name)
     if not any(type(value) is type(allowed) and value == allowed for allowed in values):
         listed = ", ".join(repr(allowed) for allowed in values if allowed is not None) or "nothing"
-        _refuse_value(name, value, f"what is read is {listed}")
+        _refuse_value(name, value, f"it must be {listed}")
     return value
 
 

@@ -2,7 +2,7 @@
 
 A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which has its role and names its draft
 and its drafter. A trained set (role "streams" or "adapter": ``streams.json`` and ``streams.safetensors``; role "head":
-what its drafter reads, of Lyanna, EAGLE, Medusa or SPIRe, or early exits for the mirror round) names in its
+weights of its drafter, of Lyanna, EAGLE, Medusa or SPIRe, or early exits for the mirror round) names in its
 ``zoo.json`` the target it was trained for. ``read_by`` in a draft's or a set's card is the drafter (or the round) that
 means this one where it is named without weights: ``--drafter lyanna``; adapters, which change answers, have none.
 Folders are looked for in ``$PACELINE_ZOO``, in the ``zoo/`` of a source checkout, then in the ``_zoo`` of the wheel.

@@ -30,7 +30,7 @@ from paceline.api.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.draft.base import DrafterSpec
-from paceline.draft.sessions import Ask, NewNodes
+from paceline.draft.sessions import Expand, NewNodes
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine
 from paceline.engine.rounds import parse_round
@@ -144,7 +144,7 @@ class Dying:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def grow(self, asks: Sequence[Ask]) -> list[NewNodes]:
+    def grow(self, asks: Sequence[Expand]) -> list[NewNodes]:
         grown = self.inner.grow(asks)
         self.left -= 1
         if self.left > 0:

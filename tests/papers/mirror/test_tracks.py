@@ -148,10 +148,10 @@ def without(name: str) -> Callable[[Path], None]:
         (edited(num_tracks=1), "num_tracks = 1: there must be two or more"),
         (edited(num_tracks=None), "'num_tracks' is missing"),
         (edited(merge="mean"), "merge = 'mean': it must be one of: gather, sum"),
-        (edited(merge="sum"), r"tracks.0.merge.weight in .*its shape is \[32, 64\], config.json asks for \[32, 32\]"),
+        (edited(merge="sum"), r"tracks.0.merge.weight in .*its shape is \[32, 64\], config.json needs \[32, 32\]"),
         (edited(num_hidden_layers=3), "num_hidden_layers = 3: it must be divided by 2 segments"),
         (edited(tie_word_embeddings=False), "one table"),
-        (edited(vocab_size=200), r"config.json asks for \[200, 64\]"),
+        (edited(vocab_size=200), r"config.json needs \[200, 64\]"),
         (without("model.tracks.1.layers.0.mlp.up_proj.weight"), "misses tensor tracks.1.layers.0.mlp.up_proj.weight"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_folder_that_is_wrong_is_refused(edit: Callable[[Path], None], words: 
         ({"model": "DRAFT"}, "it is a draft of tracks, which no target is"),
         ({"drafter": "draft_model:DRAFT,processes=3"}, "its tracks are 2. Give as many processes as tracks"),
         ({"drafter": "streaming_draft:DRAFT,streams=paceline-small-draft-streams"}, "whose layers run whole"),
-        ({"drafter": "draft_model:paceline-small-draft,processes=2"}, "it is no draft of tracks"),
+        ({"drafter": "draft_model:paceline-small-draft,processes=2"}, "it is not a draft of tracks"),
     ],
 )
 def test_what_tracks_cannot_do_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.draft.base import DrafterSpec
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
-from paceline.draft.sessions import Ask, NewNodes
+from paceline.draft.sessions import Expand, NewNodes
 from paceline.engine.base import RoundParts
 from paceline.engine.engine import Engine
 from paceline.engine.rounds import parse_round
@@ -93,7 +93,7 @@ class Late(LocalSessions):
         super().__init__(inner)
         self.ticks, self.left = ticks, 0
 
-    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
         self.left = self.ticks
         self.growth = super().begin(asks, levels)
         self.growth.done = False
@@ -151,7 +151,7 @@ def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:
 
 def test_a_broken_source_is_left_alone() -> None:
     class Broken(LocalSessions):
-        def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+        def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
             growth = LocalGrowing({}, {}, {}, done=True)
             foreign = NewNodes(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])
             growth.levels.append({asks[0].key: foreign})

@@ -15,7 +15,7 @@ from kits.tiny import VOCAB, draft_model, streaming_model, tiny_decoder
 from paceline.api.llm import LLM
 from paceline.core.sampling import SamplingParams
 from paceline.draft.draft_model import DraftModel
-from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
+from paceline.draft.sessions import ROOT, Expand, NewNodes, Opening
 from paceline.papers.streaming.draft_sessions import StreamingSessions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -33,7 +33,7 @@ def plain_chain(served: Any, key: int, tip: int, levels: int) -> list[tuple[int,
     """What is drafted a token at a time."""
     found: list[tuple[int, float]] = []
     while len(found) < levels:
-        (grown,) = served.grow([Ask(key, expand=[tip])])
+        (grown,) = served.grow([Expand(key, expand=[tip])])
         if not grown.nodes:
             break
         found.append((grown.tokens[0], grown.log_q[0]))
@@ -62,12 +62,12 @@ def test_chains_are_those_without_streams(params: SamplingParams, proposes: str)
         candidates = {key: draw.sample(range(10, VOCAB), 2) for key in (0, 1)}
         levels = {key: [draw.randrange(1, 7) for _ in range(3)] for key in (0, 1)}
         for key in (0, 1):
-            twins = plain.grow([Ask(key, [(ROOT, token) for token in candidates[key]], [ROOT])])[0]
+            twins = plain.grow([Expand(key, [(ROOT, token) for token in candidates[key]], [ROOT])])[0]
             for place, node in enumerate([*twins.added, ROOT]):
                 first = twins.parents.index(node)
                 rest = plain_chain(plain, key, twins.nodes[first], levels[key][place] - 1)
                 expected[key, place] = [(twins.tokens[first], twins.log_q[first]), *rest]
-            asks.append(Ask(key, [(ROOT, token) for token in candidates[key]], [ROOT], most=levels[key]))
+            asks.append(Expand(key, [(ROOT, token) for token in candidates[key]], [ROOT], most=levels[key]))
         found: dict[tuple[int, int], list[tuple[int, float]]] = {place: [] for place in expected}
         tips: dict[tuple[int, int], int] = {}
         while asks:
@@ -84,7 +84,7 @@ def test_chains_are_those_without_streams(params: SamplingParams, proposes: str)
                 open_ = [place for place in range(3) if len(found[key, place]) < len(expected[key, place])]
                 if open_:
                     most = [len(expected[key, place]) - len(found[key, place]) for place in open_]
-                    asks.append(Ask(key, expand=[tips[key, place] for place in open_], most=most))
+                    asks.append(Expand(key, expand=[tips[key, place] for place in open_], most=most))
                     for place in open_:
                         guesses = streaming._guessed[key].get(tips[key, place])
                         if guesses is not None and draw.random() < 0.7:

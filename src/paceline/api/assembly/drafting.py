@@ -44,10 +44,10 @@ def _load_drafts(
         return load_source(config, source, exact=False, texts=texts)
     subject = f"drafter='draft_model:{name}' with processes={processes}"
     if source.shape.tracks != processes:
-        wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is no draft of tracks"
+        wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is not a draft of tracks"
         raise ConfigError(subject, wrong, "give as many processes as tracks, or leave processes out")
     if runtime is None or parse_device(config.device).type != "cpu":
-        wrong = "processes share a draft's tracks on CPUs, beside an engine"
+        wrong = "processes share a draft's tracks on CPUs, next to an engine"
         raise CapabilityError(subject, wrong, "leave processes out")
     tokenizer, ranks = source.tokenizer(texts), runtime.start_tracks(config, source)
     decoder = load_track(config, source, ranks)

@@ -114,7 +114,7 @@ def _refuse_variants(config: Mapping[str, Any], place: Path) -> None:
         unsupported["num_hidden_layers"] = f"has {shown(layers)} layers instead of one"
     for switch, what in unsupported.items():
         remedy = f"use a head of EAGLE-3 as published; if it is one, remove `{switch}` from its config"
-        raise CapabilityError(f"eagle head {str(place)!r}", f"`{switch}` says that the head {what}", remedy)
+        raise CapabilityError(f"eagle head {str(place)!r}", f"`{switch}` means that the head {what}", remedy)
 
 
 def _named_layers(config: Mapping[str, Any], place: Path) -> tuple[int, int, int] | None:

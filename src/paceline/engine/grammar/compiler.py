@@ -160,7 +160,7 @@ def _json(grammar: Grammar, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused(grammar, f"it is no JSON ({error})") from error
+        raise _refused(grammar, f"it is not JSON ({error})") from error
 
 
 def _schema(grammar: Grammar, text: str) -> dict[str, Any]:

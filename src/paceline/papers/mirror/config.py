@@ -32,10 +32,10 @@ class MirrorConfig(AheadConfig):
     kappa: int | None = option(
         None, help="candidates of each position, 1 or more; none: by batch size, from 8 alone to 1 of 64", minimum=1
     )
-    exit: str = option("1/2", help="where the target says them: a number of layers, or a share of them such as 1/2")
+    exit: str = option("1/2", help="after which layers: a number of layers, or a share of them such as 1/2")
     heads: str = option(
         AUTO,
-        help="trained early exits, one of them behind these layers; zoo: the embedded ones for the model; own: the "
+        help="trained early exits, one of them after these layers; zoo: the embedded ones for the model; own: the "
         "target's own norm and head; auto: zoo where it has such exits, else own",
     )
     policy: Literal["wait", "plain"] = option(
@@ -46,7 +46,7 @@ class MirrorConfig(AheadConfig):
     )
     rollout: Literal["between", "beside", "process"] = option(
         "between",
-        help="drafts while the target stands still at its exit, or beside its other layers: in a thread, in a process",
+        help="drafts while the target stands still at its exit, or next to its other layers: in a thread, in a process",
     )
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:

@@ -153,12 +153,12 @@ class Rollout:
 
     # -- levels
 
-    def asks(self) -> tuple[list[Ask], list[list[int]]]:
+    def asks(self) -> tuple[list[Expand], list[list[int]]]:
         """Return the first level of everything, and the tokens wanted below each of its nodes, given ones first."""
         asks, levels = [], []
         for key, branches in self._by_key().items():
             added = self._given.get(key, ())
-            asks.append(Ask(key, [(b.tip, b.token) for b in added], [b.tip for b in branches]))
+            asks.append(Expand(key, [(b.tip, b.token) for b in added], [b.tip for b in branches]))
             levels.append([branch.levels - len(branch.chain) for branch in [*added, *branches]])
         return asks, levels
 

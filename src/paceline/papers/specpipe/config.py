@@ -43,11 +43,11 @@ class PipelineConfig(AheadConfig):
     )
     accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
         "strict",
-        help="what the target says; or, lossy, what it likes best of the drafts that cost no tick, or the best draft "
+        help="the target's choice; or, lossy, its favourite of the drafts that cost no tick, or the best draft "
         "in its top-p set, of p = 0.9",
     )
     source: Literal["here", "process"] = option(
-        "here", help="drafts in this process, between the ticks, or beside the stages in a process of its own"
+        "here", help="drafts in this process, between the ticks, or next to the stages in a process of its own"
     )
 
     def validate(self) -> None:
@@ -123,7 +123,7 @@ class PipelineConfig(AheadConfig):
     def _fit(parts: RoundParts) -> None:
         spec = None if parts.drafter is None else parts.drafter.spec
         if make_verifier(parts.verifier, spec).verify is not None:
-            wrong = "what the target says itself decides here, and nothing else"
+            wrong = "the target's own choice decides here"
             raise CapabilityError(f"verifier={parts.verifier!r} with round='pipeline'", wrong, "leave out the verifier")
 
     @property

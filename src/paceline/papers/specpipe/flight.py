@@ -8,7 +8,7 @@
 
 A verdict makes a child of the root the root, and drops what is not below it: embeddings in flight, nodes that wait,
 rows of K/V. Where the emitted token is not a child, all is dropped and the pipeline starts again with that token. A
-node keeps its number while it is there, and the row of its K/V tells its place after the committed text.
+node keeps its number while it is there, and the row of its K/V gives its place after the committed text.
 
 Source: SpecPipe, sections 3.2, 3.3.2 and 3.3.3, algorithm 1.
 """
@@ -280,7 +280,7 @@ class InFlightTree:
         """
         old = self.nodes[self.root]
         if old.row == NONE:
-            raise ValueError(f"a verdict behind node {self.root}, which has not entered")
+            raise ValueError(f"a verdict after node {self.root}, which has not entered")
         child = self.number(self.root, token)
         self.version += 1
         if child == NONE:

@@ -20,7 +20,7 @@ class Tick:
     waits: bool  # whether the source was late
     verdicts: abc.Sequence[Cut] = ()  # after each token but an answer's last one
     refills: int = 0  # trees whose newest level was pruned away, and that continue from an older one
-    late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
+    late: int = 0  # nodes that were added next to, or in front of, a level that is there (late siblings)
 
     @property
     def count(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...draft.sessions import ROOT, Ask, AsyncSessions, NewNodes, Opening, Pending
+from ...draft.sessions import ROOT, AsyncSessions, Expand, NewNodes, Opening, Pending
 from .flight import InFlightTree, Offer
 
 
@@ -54,7 +54,7 @@ class Source:
             if tips:
                 flight.ask(tips)
                 self._asked[key] = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
-                asks.append(Ask(key, expand=[*self._asked[key]], width=self._children))
+                asks.append(Expand(key, expand=[*self._asked[key]], width=self._children))
         if asks:
             self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
 

@@ -44,7 +44,7 @@ class StreamingDraftConfig(DraftModelConfig):
             raise CapabilityError(subject, "it is a draft of tracks, whose layers run whole", "use draft_model")
         shape = read_config(folder)
         if shape.mode != "lossless":
-            wrong = "the set was trained in shared mode, which changes what the model says"
+            wrong = "the set was trained in shared mode, which changes the output of the model"
             raise ConfigError(subject, wrong, "use another")
         mark = fingerprint(loaded.folder) if shape.fingerprint and loaded.folder is not None else None
         check_target(subject, shape, loaded.name, loaded.decoder.info(loaded.name), mark)
