@@ -24,7 +24,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.draft.local_sessions import LocalSessions
-from paceline.draft.sessions import ROOT, Ask, NewNodes, Opening
+from paceline.draft.sessions import ROOT, Expand, NewNodes, Opening
 from paceline.papers.mirror.rollout import Branch, Rollout
 from paceline.runtime.placement import cores, pin
 

@@ -15,7 +15,7 @@ from kit.study import Table
 
 from paceline.core.errors import ConfigError
 from paceline.core.inference import inference
-from paceline.draft.sessions import ROOT, Ask, Opening
+from paceline.draft.sessions import ROOT, Expand, Opening
 from specpipe_parts.common import STAGE_MS, PipeFlags, Times, draft_of, greedy, stage_of, study, target
 from specpipe_parts.cuts import cut_by_rows
 from specpipe_parts.real import CONTEXT, PASSES, WARM_UP, layers_ms

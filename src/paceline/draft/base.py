@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.tree import TokenTree
-from .sessions import ROOT, Ask, DraftSessions, Opening
+from .sessions import ROOT, DraftSessions, Expand, Opening
 
 if TYPE_CHECKING:
     from ..core.sequence import Sequence
@@ -180,7 +180,7 @@ class Drafter:
                 open_[view.key] = tree, ROOT, min(count, self.spec.window)
         floor = want.log_floor
         while open_:
-            asks = [Ask(key, expand=[tip], most=[count]) for key, (_, tip, count) in open_.items()]
+            asks = [Expand(key, expand=[tip], most=[count]) for key, (_, tip, count) in open_.items()]
             for ask, grown in zip(asks, sessions.grow(asks), strict=True):
                 tree, _, count = open_.pop(ask.key)
                 for token, log_q in zip(grown.tokens, grown.log_q, strict=True):

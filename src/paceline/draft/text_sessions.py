@@ -15,7 +15,7 @@ from ..core.sampling import SequenceSampler
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
 from .base import Drafter, DraftRequest
-from .sessions import ROOT, Ask, NewNodes, Opening
+from .sessions import ROOT, Expand, NewNodes, Opening
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from ...core.tree import TokenTree
-from ...draft.sessions import ROOT, Ask, AsyncSessions, NewNodes, Pending
+from ...draft.sessions import ROOT, AsyncSessions, Expand, NewNodes, Pending
 
 Outcome = tuple[int, int, int]  # of a pass: a sequence, its accepted tokens, and the token that follows
 
