@@ -157,9 +157,9 @@ def write(file: Path, served: Sequence[ServedRequest]) -> dict[bytes, np.ndarray
     for one in served:
         prompt, ids = len(one.prompt), [*one.prompt, *one.answer]
         if one.states is not None:
-            own = ids[one.skipped : one.skipped + len(one.states) + 1]
-            if one.skipped < prompt < one.skipped + len(own) - 1:  # else there is nothing to be learned from
-                prompt, ids = prompt - one.skipped, own
+            part = ids[one.skipped : one.skipped + len(one.states) + 1]
+            if one.skipped < prompt < one.skipped + len(part) - 1:  # else there is nothing to be learned from
+                prompt, ids = prompt - one.skipped, part
                 scored[np.array(ids[:-1], dtype=np.int32).tobytes()] = one.states[: len(ids) - 1]
         lines.append(json.dumps({"prompt_tokens": ids[:prompt], "completion_tokens": ids[prompt:]}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -87,21 +87,21 @@ class AsyncLLM:
             with suppress(RuntimeError):  # it is closed, and all requests have ended
                 self._thread.submit(self._llm.give_up, [live])
 
-    async def _run(self, function: Callable[..., Any], *given: Any) -> Any:
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in the engine's thread.
 
         Raises:
             ConfigError: it is closed.
         """
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
+            future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         except RuntimeError as error:
             wrong = "its engine has stopped"
             raise ConfigError("a request to a closed AsyncLLM", wrong, "make a new AsyncLLM") from error
-        found = await future
+        result = await future
         if self._closed:
             raise ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers")
-        return found
+        return result
 
     def close(self) -> None:
         """Stop the engine's thread. Requests in flight end with an error."""

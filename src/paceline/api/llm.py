@@ -271,11 +271,11 @@ class LLM:
     def advance(self, live: LiveRequest) -> list[Chunk]:
         """Return what is new of a request; where nothing is, after a step of the engine, which may bring nothing."""
         with self.engine.lock:
-            found = self.engine.chunks(live)
-            if not found and live.ended is None:  # another thread's steps, or an abort, may have ended it
+            fresh = self.engine.chunks(live)
+            if not fresh and live.ended is None:  # another thread's steps, or an abort, may have ended it
                 self.engine.step()
-                found = self.engine.chunks(live)
-            return found
+                fresh = self.engine.chunks(live)
+            return fresh
 
     def give_up(self, lives: Sequence[LiveRequest]) -> None:
         """End requests; safe to call from anywhere, even from a garbage collector in the middle of a step."""
@@ -295,8 +295,8 @@ class LLM:
             try:
                 yield None  # taken below: a generator that was never entered would not run its end
                 while output is None:
-                    yield from (found := self.advance(live))
-                    output = found[-1].output if found else None
+                    yield from (fresh := self.advance(live))
+                    output = fresh[-1].output if fresh else None
                 output.raise_failed()
             except ReentryError:  # the lock belongs to the step that this was called from
                 raise

@@ -190,7 +190,7 @@ def headline(summary: Summary) -> str:
         return "No speculative method was compared with plain decoding."
     where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
     first = f"Best method: {row.method.name}, {interval(row.speedup)} times plain decoding {where}"
-    broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
+    broken = "" if all(one.passed for one in row.exact) else " Its ids differ from plain decoding's."
     return f"{first} ({cell_label(row.section)}).{broken}"
 
 
@@ -314,9 +314,9 @@ def figures_page(summary: Summary, lead: str = "") -> str:
 
 def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
     """Return a table with so many columns of words on the left, then figures; a row of one cell is a title."""
-    made = Table(box=None, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for place, name in enumerate(head):
-        made.add_column(name, justify="left" if place < words else "right", overflow="fold")
+        table.add_column(name, justify="left" if place < words else "right", overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
-    return made
+        table.add_row(*map(Text, row), style="bold" if len(row) == 1 else None)
+    return table

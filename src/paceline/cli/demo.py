@@ -150,8 +150,8 @@ def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
 
 def _compare(engines: list[LLM], prompt: DemoPrompt) -> Comparison:
     """Compare all ways in turns, so that a slow moment of the machine affects each; every turn begins afresh."""
-    asked = [_token_ids(engines[0], prompt)]
-    turns = [[ask(engine, asked, _params(prompt)) for engine in engines] for _ in range(TURNS)]
+    prompts = [_token_ids(engines[0], prompt)]
+    turns = [[ask(engine, prompts, _params(prompt)) for engine in engines] for _ in range(TURNS)]
     outputs = [output for [output], _ in turns[0]]
     seconds = [statistics.median(duration for _, duration in side) for side in zip(*turns, strict=True)]
     counts = [len(output.outputs[0].token_ids) for output in outputs]

@@ -178,7 +178,7 @@ class StepLine(ProgressLine):
         note(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
 
 
-def _train(job: TrainingJob, asked: RunConfig) -> None:
+def _train(job: TrainingJob, settings: RunConfig) -> None:
     with (line := StepLine(job.config.steps)):
         trainer = run(job, [line], note)
     if trainer.finished:

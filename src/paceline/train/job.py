@@ -64,8 +64,8 @@ class TrainingJob(RecipeFile):
 def prepare(
     job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
 ) -> Trainer:
-    """Load everything and check that it fits. Written is only a cache, where one was asked for.
-    ``say`` is told about what takes long before.
+    """Load everything and check that it fits. Only a requested cache is written.
+    ``say`` gets a line before each slow part.
 
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.

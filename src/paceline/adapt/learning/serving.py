@@ -190,8 +190,8 @@ class Learning:
         while self._to_keep:
             prompt, answer, states = self._to_keep.popleft()
             try:
-                kept = () if states is None else (states.start, states.bits())
-                self.store.add(prompt, answer, *kept)
+                rows = () if states is None else (states.start, states.bits())
+                self.store.add(prompt, answer, *rows)
             except OSError as error:
                 log.warning("a request cannot be kept: %s", error)
 

@@ -44,20 +44,20 @@ class RequestStore:
     """
 
     def __init__(self, folder: Path, most: int = REQUESTS) -> None:
-        self.folder, self.most, asked = folder, most, f"learn={folder.parent}"
+        self.folder, self.most, subject = folder, most, f"learn={folder.parent}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             mode = folder.stat().st_mode
         except OSError as error:
-            raise ConfigError(asked, f"{folder.name} in it cannot be made ({error})", "name another folder") from error
+            raise ConfigError(subject, f"{folder.name} in it cannot be made ({error})", "choose another") from error
         if mode & 0o077:
-            raise ConfigError(asked, f"others may read {folder.name} in it", f"chmod 700 {folder}")
+            raise ConfigError(subject, f"others may read {folder.name} in it", f"chmod 700 {folder}")
         self.last = max(self.numbers(), default=0)
 
     def numbers(self, after: int = 0) -> list[int]:
         """Return the numbers of the requests that are there, oldest first, above ``after``."""
-        found = (int(file.stem) for file in self.folder.glob("*.npz"))
-        return sorted(number for number in found if number > after)
+        every = (int(file.stem) for file in self.folder.glob("*.npz"))
+        return sorted(number for number in every if number > after)
 
     def add(
         self, prompt: Sequence[int], answer: Sequence[int], start: int = 0, states: np.ndarray | None = None
@@ -84,16 +84,16 @@ class RequestStore:
 
     def read(self, numbers: Sequence[int]) -> list[ServedRequest]:
         """Return the requests of these numbers; those that were overwritten meanwhile, or are broken, are left out."""
-        found = []
+        requests = []
         for number in numbers:
             try:
                 with np.load(self.folder / f"{number}.npz") as one:
                     prompt, answer, skipped = one["prompt"].tolist(), one["answer"].tolist(), int(one["skipped"])
                 states = None
                 if (file := self.folder / f"{number}.states").is_file():
-                    with np.load(file) as kept:
-                        states = kept["states"]
+                    with np.load(file) as arrays:
+                        states = arrays["states"]
             except (OSError, ValueError, KeyError, BadZipFile):
                 continue
-            found.append(ServedRequest(number, prompt, answer, skipped, states))
-        return found
+            requests.append(ServedRequest(number, prompt, answer, skipped, states))
+        return requests
