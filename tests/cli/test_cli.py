@@ -200,17 +200,21 @@ class TestCommands:
             for words, each in {(): command, **{(sub,): each for sub, each in subs.items()}}.items():
                 output = run(name, *words, "--help").output
                 assert max(map(len, output.splitlines())) <= 80
+                assert "…" not in output and "list[" not in output
                 shown = set(re.findall(r"--[a-z0-9-]+", output))
                 assert {opt for param in each.params for opt in param.opts if opt.startswith("--")} <= shown
         output = run("generate", "--help").output
         for panel in ("Options", "Sampling", "Model", "Speculation", "Memory and batches", "Processes and hosts"):
             assert f"╭─ {panel} ─" in output
+        assert "│ --exact  " in output and re.search(r"│ --skip-special-tokens .*\n│ --no-skip-special-tokens ", output)
 
     @pytest.mark.parametrize("name", ["", *COMMANDS])
-    def test_help_has_three_examples_that_parse(self, run: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_help_ends_with_three_examples_that_parse(
+        self, run: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
         monkeypatch.setenv("COLUMNS", "80")
-        output = run(*([name] if name else []), "--help").output.partition("Examples:")[2]
-        examples = re.findall(r"^ +paceline (.*?) *$", output, re.MULTILINE)
+        _, _, panel = run(*([name] if name else []), "--help").output.partition("─ Examples ─")
+        examples = re.findall(r"^│ paceline (.*?) *│$", panel, re.MULTILINE)
         assert len(examples) == 3
         for example in examples:
             called, *words = shlex.split(example.partition(" < ")[0])

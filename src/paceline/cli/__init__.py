@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from .. import __version__
 from ..core.errors import ConfigError, PacelineError
 from .console import stderr
+from .help import Command, Group
 
 COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
@@ -34,7 +35,7 @@ USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """A group whose commands are imported when one is run, and not when they are listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -69,6 +70,8 @@ class LazyGroup(TyperGroup):
 def load(name: str) -> Any:
     """Return the click command of ``paceline NAME``."""
     app = import_module(f"{__name__}.{name}").app
+    for info in app.registered_commands:
+        info.cls = Command
     command = typer.main.get_command(app)
     command.name = name
     return command

@@ -28,9 +28,10 @@ from ..bench.workloads import available
 from ..core.errors import ConfigError
 from . import INTERRUPTED
 from .console import ProgressLine, stderr, stdout
+from .help import Group
 from .options import DEFAULT_MODEL, DEFAULTS, takes
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, cls=Group)
 QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not choose
 OPTIONS: Any = {"defaults": DEFAULTS}
 

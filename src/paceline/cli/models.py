@@ -15,9 +15,10 @@ from ..weights import zoo
 from ..weights.hub import env_offline, from_hub
 from ..weights.published import Published, cache
 from .console import stdout
+from .help import Group
 from .options import JsonLines
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, cls=Group)
 
 
 @app.callback(invoke_without_command=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option, suggest
@@ -26,12 +25,13 @@ from ..weights.files import fingerprint
 from ..weights.source import load_tokenizer, resolve_folder
 from . import INTERRUPTED
 from .console import ProgressLine, note, stdout, this_command
+from .help import Group
 from .options import takes
 
 SUFFIX = ".toml"
 
 
-class RecipeGroup(TyperGroup):
+class RecipeGroup(Group):
     """A name that ends in .toml is a recipe file."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
