@@ -25,7 +25,6 @@ from paceline.bench.records import Method, Report
 from paceline.bench.report import bullets, figures_table, table, text, write_text
 from paceline.bench.run import Run
 from paceline.bench.summary import Row, Summary, overall_ratio
-from paceline.cli.console import ProgressLine
 from paceline.core.errors import ConfigError
 from paceline.core.options import written
 
@@ -101,8 +100,7 @@ def measure(grid: Grid, options: Options, folder: Path, make: Callable[..., Run]
     """
     config = grid.config(options)
     given: dict[str, Any] = {"out": folder, "overwrite": options.overwrite, "command": options.command}
-    with ProgressLine() as line:
-        report = make(config, **given, progress=line.show).execute()
+    report = make(config, **given, progress=Console(stderr=True, style="dim").print).execute()
     if report.interrupted:
         raise KeyboardInterrupt
     return report
