@@ -242,8 +242,8 @@ def even_cuts(layers: int, stages: int) -> list[int]:
     """
     if not 1 <= stages <= layers:
         raise ConfigError(f"{stages} stages", f"the target has {layers} layers", f"give 1 to {layers} stages")
-    size = -(-layers // stages)
-    return [max(stage, layers - (stages - stage) * size) for stage in range(stages + 1)]
+    size, longer = divmod(layers, stages)
+    return [stage * size + max(0, stage + longer - stages) for stage in range(stages + 1)]
 
 
 class StagesInTurn:
