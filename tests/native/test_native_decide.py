@@ -360,7 +360,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
             "positions": d.positions,
             "slots": where,
             "spans": [RowSpan(0, 4, PREFIX, keys, [0, 0, 1])],
-            "wanted": [0, 1, 2, 3],
+            "choice_rows": [0, 1, 2, 3],
         } | changes
         assert decoder.stack is not None
         return decoder.stack.decide(TokenPass(**given), pool)
@@ -369,10 +369,10 @@ def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
     wrong: list[dict[str, Any]] = [
         {"tokens": [1, 2, vocab, 3]},
         {"tokens": [1, 2, -1, 3]},
-        {"wanted": [1, 0]},
-        {"wanted": [2, 2]},
-        {"wanted": [4]},
-        {"wanted": [-1]},
+        {"choice_rows": [1, 0]},
+        {"choice_rows": [2, 2]},
+        {"choice_rows": [4]},
+        {"choice_rows": [-1]},
         {"spans": [RowSpan(0, 4, PREFIX, keys, [0, 2, 1])]},
         {"spans": [RowSpan(0, 4, PREFIX, keys, [-1, 0, 1])]},
         {"spans": [RowSpan(0, 4, PREFIX, keys, [0, 0, 1, 2, 3])]},
