@@ -205,7 +205,7 @@ def without_its_host(cluster: Any, wanted: list[list[int]]) -> None:
         ({"cluster": "auto,place=far"}, "place"),
         ({"cluster": "auto,cores=0"}, "cores must be 1 or more"),
         ({"cluster": "auto", "pipeline": None, "tensor_parallel": 2}, "neither stages nor a drafter have a process"),
-        ({"cluster": "auto", "pipeline": "2,cores=<0,1>"}, "the cluster's to say"),
+        ({"cluster": "auto", "pipeline": "2,cores=<0,1>"}, "the cluster chooses the cores"),
         ({"insecure_cluster": True}, "no cluster is named"),
     ],
 )

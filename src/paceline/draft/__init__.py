@@ -23,7 +23,7 @@ _NAMES = {  # by the module that defines them
     "base": ["Drafter", "DrafterSpec", "DraftRequest", "StepFeatures"],
     "ngram": ["NgramConfig"],
     "none": ["NoneConfig"],
-    "..core.tree": ["TokenTree"],
+    ".core.tree": ["TokenTree"],
     "registry": ["DrafterConfig", "DrafterContext", "build", "describe", "option", "parse", "register"],
     "suffix": ["SuffixConfig"],
     "text_sessions": ["LookUp"],
