@@ -14,7 +14,7 @@ from kits.native import SHAPES, Text, blank_pool, decoder_of, forward, make, nee
 
 from paceline import SamplingParams, kernels
 from paceline.core.sampling import SequenceSampler
-from paceline.core.tree import depths_below
+from paceline.core.tree import TokenTree
 from paceline.kernels.calls import NativeTaps, RowSpan, TokenPass
 from paceline.kernels.linear import NativeLinear
 from paceline.kv.pool import KVPool
@@ -39,7 +39,8 @@ class Drafted:
         self.rows = pending + len(parents)
         self.tokens = [*self.text.tokens[PREFIX:], *tokens_of(decoder, len(parents), seed + 100)]
         root = PREFIX + pending - 1
-        self.positions = [*range(PREFIX, root + 1), *(root + depth for depth in depths_below(parents))]
+        depths = TokenTree([0] * len(parents), [*parents]).depths()
+        self.positions = [*range(PREFIX, root), *(root + depth for depth in depths)]
         self.nodes = range(pending - 1, self.rows)  # rows of the root and of the drafts
         self.text.cache.reserve(self.rows)
 
