@@ -96,12 +96,18 @@ class AsyncLLM:
         try:
             future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         except RuntimeError as error:
+            if function != self._llm.begin:
+                raise self._ended() from error
             wrong = "its engine has stopped"
             raise ConfigError("a request to a closed AsyncLLM", wrong, "make a new AsyncLLM") from error
         result = await future
         if self._closed:
-            raise ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers")
+            raise self._ended()
         return result
+
+    @staticmethod
+    def _ended() -> ConfigError:
+        return ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers")
 
     def close(self) -> None:
         """Stop the engine's thread. Requests in flight end with an error."""
