@@ -298,6 +298,21 @@ def test_closing_ends_what_is_in_flight_and_refuses_the_rest():
     asyncio.run(ask())
 
 
+def test_a_task_that_is_cancelled_while_it_submits_leaves_nothing():
+    async def ask() -> None:
+        async with AsyncLLM(MODEL, **SMALL) as server:
+            for turns in range(4):
+                task = asyncio.create_task(server.generate(PROMPT, replace(GREEDY, max_tokens=None)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            await server.generate(PROMPT, GREEDY)
+            assert not server._llm.engine.live
+
+    asyncio.run(ask())
+
+
 class TestMemory:
     def test_a_pool_larger_than_the_machine_is_refused_before_it_is_allocated(self):
         with pytest.raises(ConfigError, match=r"kv_memory=1000GiB.*free.*max_model_len"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.outputs import Chunk, RequestOutput
 from ..core.sampling import SamplingParams
+from ..engine.engine import LiveRequest
 from ..engine.tokens import Prompt
 from .llm import LLM, Job, Message
 
@@ -75,39 +76,34 @@ class AsyncLLM:
         return self._stream(self._llm.chat_job(messages, params, application, **options))
 
     async def _stream(self, job: Job) -> AsyncIterator[Chunk]:
-        live = await self._run(self._llm.begin, job)
+        if self._closed:
+            raise ConfigError("a request to a closed AsyncLLM", "its engine has stopped", "make a new AsyncLLM")
+        lives: list[LiveRequest] = []  # filled in the engine's thread, also where this task is cancelled meanwhile
         output: RequestOutput | None = None  # comes with the last chunk
         try:
+            await self._run(lambda: lives.append(self._llm.begin(job)))
             while output is None:
-                for chunk in await self._run(self._llm.advance, live):
+                for chunk in await self._run(lambda: self._llm.advance(lives[0])):
                     output = chunk.output
                     yield chunk
             output.raise_failed()
         finally:
             with suppress(RuntimeError):  # it is closed, and all requests have ended
-                self._thread.submit(self._llm.give_up, [live])
+                self._thread.submit(self._llm.give_up, lives)
 
-    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _run(self, function: Callable[[], Any]) -> Any:
         """Call a function in the engine's thread.
 
         Raises:
-            ConfigError: it is closed.
+            ConfigError: the engine was closed meanwhile.
         """
-        try:
-            future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-        except RuntimeError as error:
-            if function != self._llm.begin:
-                raise self._ended() from error
-            wrong = "its engine has stopped"
-            raise ConfigError("a request to a closed AsyncLLM", wrong, "make a new AsyncLLM") from error
-        result = await future
-        if self._closed:
-            raise self._ended()
-        return result
-
-    @staticmethod
-    def _ended() -> ConfigError:
-        return ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers")
+        future: Future[Any] | None = None
+        with suppress(RuntimeError):  # the thread takes nothing any more
+            future = self._thread.submit(function)
+        result = None if future is None else await asyncio.wrap_future(future)
+        if not self._closed:
+            return result
+        raise ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers")
 
     def close(self) -> None:
         """Stop the engine's thread. Requests in flight end with an error."""
