@@ -31,14 +31,12 @@ class TokenTree:
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # node of each parent; 0: the root
-    scores: list[float] = field(default_factory=list)  # log of the estimated chance that the path is accepted (log q
-    # summed along it); empty: not known
-    sources: list[int] = field(
-        default_factory=list
-    )  # which source proposed each node, 0 .. 255; empty: source 0 all of them
+    # Log of the estimated chance that the path is accepted (log q summed along it); empty: not known.
+    scores: list[float] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # who proposed each node, 0 .. 255; empty: source 0 all of them
     numbers: list[int] = field(default_factory=list)  # its node in a draft session, if one holds it
-    q: dict[int, Tensor] = field(default_factory=dict)  # node -> [V] what its children were drawn from, siblings in
-    # index order and without replacement, if they were
+    # By node [V]: what its children were drawn from, siblings in index order and without replacement, if they were.
+    q: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def chain(tokens: list[int], chance: float) -> TokenTree:
@@ -74,9 +72,8 @@ class TokenTree:
         """
         if len(self.tokens) <= budget:
             return self
-        return self.subset(
-            sorted(sorted(range(1, len(self.tokens) + 1), key=lambda n: (-self.scores[n - 1], n))[:budget])
-        )
+        ranked = sorted(range(1, len(self.tokens) + 1), key=lambda n: (-self.scores[n - 1], n))
+        return self.subset(sorted(ranked[:budget]))
 
     def subset(self, nodes: Sequence[int]) -> TokenTree:
         """Return only these nodes, ascending; every one's parent is among them, unless it is the root.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each place ahead, best first, and their log q
-LevelScores = Tensor | Levels  # logits [depth, V], or the same truncated
+LevelScores = Tensor | Levels  # logits [depth, V], or the best tokens of each level and their log q
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Scores of each place ahead, independent of the tokens drafted in front of it, and the product trees made of them.
 
-A level is given by logits, or truncated by its best tokens and their log q, where compiled code gave no more.
+A level is given by logits, or by its best tokens and their log q, where compiled code gave no more.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def best_levels(sets: abc.Sequence[tuple[Sequence, LevelScores]], k: int, couple
 
     Args:
         sets: levels of each sequence; the first one is of the place after its text.
-        k: tokens of a level; levels truncated have at least as many, or what they have.
-        coupled: ranked with the noise of the target's own choices; levels truncated were already.
+        k: tokens of a level; a level given by its best tokens has at least as many, or fewer in all.
+        coupled: ranked with the noise of the target's own choices; levels given by their best tokens already are.
     """
     rows = [_scores(view, one, coupled) for view, one in sets if isinstance(one, Tensor)]
     best = _best(rows, k)

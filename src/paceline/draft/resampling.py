@@ -57,12 +57,11 @@ Drafted = tuple[int, LevelScores]
 def left_over(drafted: Drafted | None, length: int, threshold: int) -> LevelScores | None:
     """Return Algorithm 2's levels, once the draft was verified and the text has ``length`` tokens.
 
-    Those after the one that the new root stands in; None where there are no more than ``threshold``, and nothing is re-
-    sampled.
+    Those after the new root's level; None where they are ``threshold`` or fewer: then nothing is re-sampled.
 
     With a tokens accepted the target's own one is at level a + 1: rejected there, or not drafted at all. So the first
-    level is of the place after the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
-    truncated stays right.
+    level is of the place after the new root, as a fresh draft's first one is. Noise belongs to places, so that of
+    levels that are kept as their best tokens stays right.
     """
     if drafted is None or length <= drafted[0]:
         return None

@@ -123,7 +123,7 @@ class DraftSessions(Protocol):
 
 
 class Pending(Protocol):
-    """A growth of several levels, to the extent that it is known."""
+    """The levels of a growth that have arrived."""
 
     levels: list[dict[int, NewNodes]]  # by level, then by sequence; finished sequences are missing
     times: list[tuple[float, float]]  # by level: when it was drafted, by `time.perf_counter` of this host

@@ -47,7 +47,7 @@ class LookUp(Drafter):
         """Tokens that may follow the text and the drafted ``path`` after it, which is not decided on.
 
         Args:
-            sequence: the text is taken in to the extent that it is new; ``path`` is not.
+            sequence: its new tokens are taken in; ``path`` is not.
             path: drafted tokens.
             width: tokens wanted, at most.
 

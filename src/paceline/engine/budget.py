@@ -73,7 +73,7 @@ class DraftBudget:
 
         Args:
             source: name of the drafter that it replaces, which may be one of a hybrid's.
-            expected: tokens of a draft of it that are accepted, to the extent that that is known.
+            expected: tokens of a draft of it that are accepted, if known.
         """
 
     def reason(self) -> str | None:

@@ -282,7 +282,7 @@ def decide(p: Pass, verify: Verifier | None, chosen: abc.Sequence[int] | None = 
 
     Args:
         verify: decides on trees; None, and for bare roots: the target's own choices are followed.
-        chosen: the target's choices after all nodes, to the extent that compiled code made them; -1: the logits are to
+        chosen: the target's choices after all nodes that compiled code made; -1: the logits are to
             be used.
     """
     begin = 0

@@ -180,7 +180,7 @@ class RemoteSessions:
     def __init__(self, worker: Remote, patience_s: float = 5.0) -> None:
         self._worker, self._patience_s = worker, patience_s
         self._tickets = count(1)
-        self._growing: dict[int, LocalGrowing] = {}  # to the extent that they are known, by ticket
+        self._growing: dict[int, LocalGrowing] = {}  # the levels that arrived, by ticket
 
     def ready(self) -> bool:
         """Return whether sessions may be opened and used; look after the worker in passing.

@@ -4,7 +4,7 @@ Kept are its likeliest next tokens, and for drafters that read states its last h
 
 The target's outputs after a token depend on the token's document alone, not on the row, step or run that takes it. So
 a cache holds documents: a folder for each source, in it one record for each token, at the place that the token has in
-the source. A document is scored when the first run needs it, to the extent that that run reads it, and never again;
+the source. A document is scored when the first run needs it, the part that it reads, and never again;
 files have holes where nothing was requested yet. A document counts as scored once that is written after its records, so
 that a run that ends at any point leaves a cache to continue with.
 """

@@ -59,7 +59,7 @@ class SourceSpec:
         return self.domain or Path(self.file).name.split(".")[0]
 
     def learned(self, examples: Sequence[Example]) -> list[Example]:
-        """Return its examples to the extent that they are learned.
+        """Return the part of its examples that is learned.
 
         Their places in a cache, which holds whole ones, stay.
         """

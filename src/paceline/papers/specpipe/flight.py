@@ -174,7 +174,7 @@ class InFlightTree:
             self.nodes[number].requested = True
 
     def ask_again(self, tips: Iterable[int]) -> None:
-        """Children of these nodes, to the extent that they are there, were called off."""
+        """Children of those of these nodes that are left were canceled: request them again."""
         for number in tips:
             if number in self.nodes:
                 self.nodes[number].requested = False

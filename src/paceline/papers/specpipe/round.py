@@ -183,7 +183,7 @@ class PipelineRound:
         return Frame(self._epoch, parts, None, moves, ended)
 
     def _width(self, running: Running) -> int:
-        """Return w: drafted tokens of a request in a tick, to the extent that it allows them."""
+        """Return w: drafted tokens of a request in a tick, at most what it allows."""
         return min(self.config.width, running.sequence.max_nodes or self.config.width)
 
     def _levels(self, begun: Container[int]) -> list[StageRows]:
@@ -247,7 +247,7 @@ class PipelineRound:
             self._asked(lambda source: self._open(source, running))
 
     def _level(self, running: Running, width: int) -> StageRows | None:
-        """Return the next level of a tree, to the extent that there are slots for it: drafts never displace anybody."""
+        """Return the part of a tree's next level that finds free slots: drafts displace nobody."""
         flight = running.flight
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
