@@ -33,9 +33,9 @@ class TokenTree:
     parents: list[int] = field(default_factory=list)  # node of each parent; 0: the root
     # Log of the estimated chance that the path is accepted (log q summed along it); empty: not known.
     scores: list[float] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)  # who proposed each node, 0 .. 255; empty: source 0 all of them
+    sources: list[int] = field(default_factory=list)  # of each node its proposer, 0 .. 255; empty: all 0
     numbers: list[int] = field(default_factory=list)  # its node in a draft session, if one holds it
-    # By node [V]: what its children were drawn from, siblings in index order and without replacement, if they were.
+    # By node [V]: the distribution of its children, if they were drawn: siblings in index order, without replacement.
     q: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
