@@ -69,7 +69,6 @@ demo: $(RUN_STAMP)
 	$(BIN)/paceline demo
 
 bench: $(RUN_STAMP)
-	$(BIN)/paceline bench calibrate
 	$(BENCH_TASKS) --prompts 32 --repeats 1 --batch 1,2,4,8,16,32 --out build/bench/batch \
 	  --title 'The draft budget left to the engine, batch 1 to 32, bf16' \
 	  --method 'hybrid=$(HYBRID)' --method 'hybrid-fixed=$(HYBRID);budget=14' \

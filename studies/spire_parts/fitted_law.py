@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.api.llm import LLM
-from paceline.bench.calibrate import time_passes
+from paceline.bench.passes import time_passes
 from paceline.core.errors import ConfigError
 from paceline.plan.throughput import Cost, ServedModel, pass_cost
 

@@ -20,8 +20,8 @@ from kit.study import Table
 
 from paceline.api.llm import LLM
 from paceline.bench import machine, workloads
-from paceline.bench.calibrate import BATCHES, measure
 from paceline.bench.measure import Builder
+from paceline.bench.passes import time_passes
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
@@ -50,6 +50,7 @@ from spire_parts.lent import LentPrompts, computed, made_up
 
 from .fitted_law import MeasuredLaw, measure_law
 
+BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
 SMALL_TURNS = 4  # over the batch: turns of small batches in a repeat
@@ -306,7 +307,11 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
     target, room = network_of(llm), llm.decoder.config.max_position
     law = measure_law(llm, target, **(SMALL if ask.quick else {"repeats": ask.repeats}))
     sizes, batches = ((1, 2, 4), (1, 2)) if ask.quick else ([r for r in ROWS if r < room], BATCHES)
-    calibrated = measure(llm.decoder, rows=sizes, batches=batches, contexts=(128,), repeats=ask.repeats)
+    cells = [(1, 128, r, None) for r in sizes] + [(b, 128, 1, None) for b in batches]
+    timed = time_passes(llm.decoder, cells, ask.repeats)
+    chain = tuple((r, median(timed[1, 128, r, None])) for r in sizes)
+    plain = tuple((b, median(timed[b, 128, 1, None])) for b in batches)
+    calibrated = CostTable(chain=chain, plain=plain, context=128, source="timed")
     points = cost_points(lambda batch, context, rows: law.law.seconds(target, batch, context, rows), room)
     planned = CostTable(**points, source="the planner's law")
     rows, apart = [], []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from typer.testing import CliRunner
 from paceline.bench.report import load_report
 from paceline.cli import app
 from paceline.core.errors import ConfigError
-from paceline.weights import zoo
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 
@@ -68,17 +65,6 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measure.EngineRunner, "_drive", wrong)
     result = run(*SMALL, "--method", "ngram")
     assert result.exit_code == 1 and "wrong token" in result.stdout
-
-
-def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
-    source = zoo.find("paceline-small-draft")
-    assert source is not None
-    folder = Path(shutil.copytree(source, tmp_path / "model"))
-    before = set(folder.iterdir())
-    result = run("calibrate", "--model", folder, "--repeats", "1", "--threads", "1")
-    assert result.exit_code == 0, result.output
-    [made] = set(folder.iterdir()) - before
-    assert json.loads(made.read_text()) and made.name in result.stdout.replace("\n", "")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +19,8 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.draft.base import DrafterSpec
-from paceline.engine import calibration
 from paceline.engine.auto import FIRST_ROWS, SHARE, AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
-from paceline.engine.calibration import Calibration, Fingerprint
 from paceline.engine.chances import Chances, History
 from paceline.engine.costs import CostTable, DraftCosts, interpolate
 
@@ -368,61 +364,6 @@ def test_ids_do_not_depend_on_the_automatic_budget() -> None:
     assert engine.budget.describe()["steps"] > 0 and not engine.budget._histories  # ended sequences are forgotten
 
 
-def _fingerprint(**changes: Any) -> Fingerprint:
-    base = Fingerprint(
-        processor="p", cores=2, threads=2, torch="2", device="cpu", dtype="bfloat16", exact=False, quant=None,
-        kernels="torch",
-    )  # fmt: skip
-    return replace(base, **changes)
-
-
-def _calibration(ms: float = 5.0, **changes: Any) -> Calibration:
-    table = CostTable(chain=((1, ms), (8, ms + 1)), plain=((1, ms), (4, ms + 2)), context=128, context_ms=0.5)
-    return Calibration(fingerprint=_fingerprint(**changes), table=table, drafts={"d": table}, repeats=3)
-
-
-def test_a_calibration_is_found_again(tmp_path: Path) -> None:
-    path = calibration.save(tmp_path, _calibration())
-    assert path == tmp_path / calibration.FILE
-    calibration.save(tmp_path, _calibration(9.0, exact=True))
-    calibration.save(tmp_path, _calibration(6.0))  # replaces the first
-    calibration.save(tmp_path, _calibration(40.0, threads=8))
-    for ms, changes in ((6.0, {}), (9.0, {"exact": True}), (40.0, {"threads": 8})):
-        found, where = calibration.find(tmp_path, _fingerprint(**changes))
-        assert found is not None and where == str(path)
-        assert found.table.chain == ((1, ms), (8, ms + 1)) and found.table.context_ms == 0.5
-        assert found.drafts["d"].plain == found.table.plain
-    assert len(json.loads(path.read_text())["entries"]) == 3
-
-
-def test_another_machines_calibration_is_ignored_and_the_reason_said(tmp_path: Path) -> None:
-    calibration.save(tmp_path, _calibration(threads=8))
-    found, why = calibration.find(tmp_path, _fingerprint())
-    assert found is None and "threads 8 there, 2 here" in why
-    assert calibration.find(tmp_path / "empty", _fingerprint()) == (None, "no calibration was found")
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1, "entries": [{}]}', '{"schema": 9, "entries": []}'])
-def test_a_broken_file_is_ignored_and_the_reason_said(tmp_path: Path, text: str) -> None:
-    (tmp_path / calibration.FILE).write_text(text)
-    found, why = calibration.find(tmp_path, _fingerprint())
-    assert found is None and "is ignored" in why
-    calibration.save(tmp_path, _calibration())  # and can be written anew
-    assert calibration.find(tmp_path, _fingerprint())[0] is not None
-
-
-def test_beside_a_read_only_model_the_cache_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = tmp_path / "model"
-    model.write_text("not a folder, so nothing can be written into it")
-    path = calibration.save(model, _calibration())
-    assert path.is_relative_to(tmp_path / "cache")
-    assert calibration.find(model, _fingerprint())[1] == str(path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(model))
-    with pytest.raises(ConfigError, match="cannot be written"):
-        calibration.save(model, _calibration())
-
-
 def _ngram() -> Any:
     from paceline.draft.ngram import NgramConfig
 
@@ -469,35 +410,6 @@ def _check(
         rows: list[Any] = list(sequences)
         budget.observe(StepRecord(rows, budgets, drafted, accepted, True, draft_ms, draft_ms, ms))
     return drafted
-
-
-def test_what_calibrate_writes_is_what_the_next_start_reads(tmp_path: Path) -> None:
-    from paceline import LLM
-    from paceline.bench.calibrate import calibrate
-    from paceline.weights import zoo
-
-    embedded = zoo.find("paceline-small")
-    assert embedded is not None
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in embedded.iterdir():
-        if file.name != calibration.FILE:
-            (folder / file.name).symlink_to(file)
-    drafter = "draft_model:paceline-small-draft,depth=3,dtype=int8"
-    sizes = {"rows": (1, 4, 16), "batches": (1, 4), "contexts": (16, 64)}
-    seen: list[str] = []
-    llm = LLM(str(folder), kv_memory="64MiB")
-    made, path = calibrate(llm, drafter, seen.append, repeats=1, **sizes)
-    assert path == folder / calibration.FILE and list(made.drafts) == ["paceline-small-draft,dtype=int8"]
-    assert seen == ["timing passes of the target", "timing passes of paceline-small-draft"]
-    assert llm.engine.budget.describe()["why"] == "no drafter was named"
-
-    again = LLM(str(folder), kv_memory="64MiB", drafter=drafter).engine.budget
-    assert isinstance(again, AutoBudget) and again.cap == 3
-    assert again.costs.table.chain == made.table.chain and again.costs.table.source == f"{path.parent.name}/{path.name}"
-    exact = LLM(str(folder), kv_memory="64MiB", drafter=drafter, exact=True).engine.budget
-    assert isinstance(exact, AutoBudget)
-    assert "quick estimate" in exact.costs.table.source and "exact False there, True here" in exact.costs.table.source
 
 
 def test_a_drafter_that_must_prepare_is_woken_up() -> None:

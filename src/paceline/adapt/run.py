@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ..api.llm import LLM
-from ..bench.calibrate import measure
 from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods, with_plain
 from ..core.errors import ConfigError, StorageError
+from ..engine.calibration import quick_estimate
 from ..train.answers import AnswerConfig
 from ..train.data import SourceSpec, sha256
 from ..train.files import writing
@@ -47,12 +47,6 @@ ANSWERING = 0.35  # share of the time without the verdict's in which the model a
 EPOCHS = 3.0  # times that each answer is learned from
 MARGIN, SLACK = 1.1, 1.5  # on the hours that are advised, and on held-out answers: the machine may become slower
 CHECKING = 0.1  # most share of the training's time that checks on held-out prompts take
-TIMED: Any = {
-    "repeats": 5,
-    "rows": (1, 16),
-    "batches": (1,),
-    "contexts": (128,),
-}  # of `measure`
 LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
 MOST_ANSWERS = 8_000_000  # tokens
 SAMPLE = 48  # prompts that are answered to see how fast that goes
@@ -137,7 +131,7 @@ class Adaptation:
         """Measure passes and the speed of answers, also where that takes longer than there is time."""
         learned = [ids for question in self.questions for ids in question.learned]  # errors of the prompts come first
         self.show("timing passes")
-        self.work.once("costs", lambda: {"chain": measure(self.llm.decoder, **TIMED).chain})
+        self.work.once("costs", lambda: {"chain": quick_estimate(self.llm.decoder, 1).chain})
         files = {GIVEN: learned, **{f"{HELD}{question.name}": question.judged for question in self.questions}}
         for name, prompts in files.items():
             if not (file := self._file("prompts", f"{name}.jsonl")).is_file():

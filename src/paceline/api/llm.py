@@ -20,7 +20,6 @@ from ..core.sampling import SamplingParams
 from ..draft import adapted
 from ..draft.hybrid import with_parts
 from ..draft.registry import DrafterConfig
-from ..engine.calibration import Fingerprint
 from ..engine.engine import LiveRequest
 from ..engine.lock import ReentryError
 from ..engine.tokens import Prompt, chat_ids, encode
@@ -28,7 +27,6 @@ from ..model.applications import locate, rows_beside
 from ..model.decoder import Decoder
 from ..weights import generation, zoo
 from ..weights.source import Source, reader_of
-from .assembly.drafting import fingerprint
 from .assembly.engine import build_engine, check_shared, load_target
 from .assembly.models import LoadedModel
 from .assembly.runtime import Runtime
@@ -104,11 +102,6 @@ class LLM:
     def folder(self) -> Path:
         """Return the target's local folder."""
         return self._target.folder
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Return what the target's speed depends on: a calibration must have been made under the same conditions."""
-        return fingerprint(self.config, self.decoder)
 
     @property
     def kernels(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +12,12 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
-from ..api.assembly.drafting import drafter_of
 from ..api.assembly.memory import kv_layout
 from ..api.config import LLMConfig
-from ..api.llm import LLM, drafters_of
+from ..api.llm import LLM
 from ..bench import machine, methods
-from ..bench.calibrate import calibrate as measure_costs
-from ..bench.calibrate import measure_steps
 from ..bench.config import BenchConfig, StepConfig
+from ..bench.passes import measure_steps
 from ..bench.report import FILES, figures_page, figures_table, write_text
 from ..bench.run import Run
 from ..bench.summary import Summary
@@ -109,32 +106,6 @@ def workloads(
         cells = (row.name, row.title, origin or f"needs --data with {row.file}", row.licence, row.source)
         table.add_row(*cells, style=None if origin else "dim")
     stdout().print(table)
-
-
-@app.command()
-@takes(llm=LLMConfig, only={"model", "drafter", "dtype", "device", "exact", "threads"}, **OPTIONS)
-def calibrate(
-    repeats: Annotated[int, typer.Option(min=1, help="Passes of each kind; medians count.")] = 15,
-    *,
-    llm: dict[str, Any],
-) -> None:
-    """Measure the cost of passes, for the draft budget "auto", and store it next to the model.
-
-    Passes of the drafter's draft model are measured, too.
-    """
-    model, drafter = llm["model"], llm.pop("drafter")
-    config = LLMConfig(model=model, drafter=drafter, dtype=llm["dtype"])
-    chosen = drafter_of(replace(config, drafter=drafters_of(config, config.resolve())[0]))
-    with ProgressLine() as line:
-        result, file = measure_costs(LLM(**llm), chosen, line.show, repeats=repeats)
-    console = stdout()
-    tables, rows = {model: result.table, **result.drafts}, []
-    for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
-        costs = [dict(getattr(table, kind)) for table in tables.values()]
-        for count in sorted({count for cost in costs for count in cost}):
-            rows.append([f"{count} {what}", *(f"{cost[count]:.2f}" if count in cost else "" for cost in costs)])
-    console.print(figures_table(["a pass of", *(f"{name}, ms" for name in tables)], rows))
-    console.print(f"written to {file}", markup=False)
 
 
 @app.command()

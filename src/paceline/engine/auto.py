@@ -129,17 +129,15 @@ class AutoBudget(DraftBudget):
         self._choice = 0, 0, 0.0  # the last choice: batch size, nodes over the batch, their expected tokens
 
     @classmethod
-    def of(cls, spec: DrafterSpec, table: CostTable, costs: CostTable | None = None) -> Self:
-        """Return the budget of a drafter; ``costs``: times of passes of its draft model, where that was calibrated."""
+    def of(cls, spec: DrafterSpec, table: CostTable) -> Self:
+        """Return the budget of a drafter, which begins with these costs of passes."""
         parts = spec.parts or (spec,)
         return cls(
             table,
             cap=spec.default_budget,
             sources=spec.sources if spec.parts else (spec.name,),
             marks=len(spec.sources),
-            draft_costs=[
-                DraftCosts.of_network(table, costs, part.cached) if part.network else DraftCosts() for part in parts
-            ],
+            draft_costs=[DraftCosts.of_network(table, part.cached) if part.network else DraftCosts() for part in parts],
             prepares=next((k for k, part in enumerate(parts) if part.in_pass), None),
             blind=spec.proposes == "sampled",
             spares=bool(spec.taps) and spec.past == 0,

@@ -1,28 +1,16 @@
-"""Calibration: the cost of steps, timed, and stored next to the model or in the user's cache folder.
-
-A calibration holds for one machine, thread count, torch build and way of running the model. Entries for several of
-them may lie in one file; one that does not fit is ignored, and the reason is reported.
-"""
+"""Time passes of the target: the first costs of the automatic draft budget."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import os
 import platform
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import ClassVar
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..core.errors import ConfigError
-from ..core.folders import user_cache
 from ..kernels.calls import RowSpan, TokenPass
 from ..kv.pool import KVPool, SequenceCache
 from ..model.decoder import Decoder
@@ -30,49 +18,11 @@ from ..model.packing import RowPacker
 from ..model.parallel import BEST
 from .costs import CostTable
 
-FILE = "paceline-costs.json"
-SCHEMA = 3
 QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
 QUICK_BATCHES = (8,)  # sequences of one row each, next to the single one
 QUICK_CONTEXT = 64
 QUICK_MS = 200.0  # time after which the quick estimate measures nothing further
 QUICK_REPEATS = 12  # the fastest of a few passes is not a good estimate next to other work
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fingerprint:
-    """The conditions that measured costs depend on."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    processor: str
-    cores: int
-    threads: int
-    torch: str
-    device: str
-    dtype: str
-    exact: bool
-    quant: str | None
-    kernels: str
-
-    def differs(self, other: Fingerprint) -> list[str]:
-        """Describe where two fingerprints differ."""
-        mine, theirs = asdict(self), asdict(other)
-        return [f"{name} {theirs[name]} there, {mine[name]} here" for name in mine if mine[name] != theirs[name]]
-
-
-def fingerprint(decoder: Decoder, kernels: str) -> Fingerprint:
-    """Return this machine and this way of running the model."""
-    return Fingerprint(
-        processor=processor(str(decoder.device)),
-        cores=os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        torch=str(torch.__version__),
-        device=decoder.device.type,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        exact=decoder.exact,
-        quant=decoder.quant,
-        kernels=kernels,
-    )
 
 
 @functools.cache
@@ -87,105 +37,6 @@ def processor(device: str) -> str:
     except OSError:  # no Linux
         return platform.processor() or platform.machine()
     return platform.processor() or platform.machine()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Measured costs, and the conditions under which they hold."""
-
-    fingerprint: Fingerprint
-    table: CostTable
-    drafts: dict[str, CostTable] = field(default_factory=dict)  # costs of a draft model's passes, by its name
-    created: str = ""  # ISO 8601, UTC
-    repeats: int = 0
-
-    def read_from(self, source: str) -> Calibration:
-        """Return the same calibration, whose tables name their file."""
-        drafts = {name: replace(table, source=source) for name, table in self.drafts.items()}
-        return replace(self, table=replace(self.table, source=source), drafts=drafts)
-
-
-# -- files
-
-
-def places(folder: Path) -> tuple[Path, ...]:
-    """Return where a model's calibration may lie: next to it, or in the user's cache folder, where there is one."""
-    base = user_cache()
-    if base is None:
-        return (folder / FILE,)
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
-    return folder / FILE, base / "costs" / f"{name}.json"
-
-
-def find(folder: Path, fingerprint: Fingerprint) -> tuple[Calibration | None, str]:
-    """Return the calibration of a model that holds here, and where it is from, or why there is none."""
-    why = []
-    for path in places(folder):
-        if not path.is_file():
-            continue
-        try:
-            entries = _read(path)
-        except ConfigError as error:
-            why.append(f"{path} is ignored: {error.wrong}")
-            continue
-        for entry in entries:
-            if entry.fingerprint == fingerprint:
-                return entry, str(path)
-        nearest = min((fingerprint.differs(entry.fingerprint) for entry in entries), key=len, default=["it is empty"])
-        why.append(f"{path} is ignored, it was measured under other conditions: {'; '.join(nearest)}")
-    return None, "; ".join(why) or "no calibration was found"
-
-
-def save(folder: Path, calibration: Calibration) -> Path:
-    """Write a calibration next to the model, or in the cache folder where that is read-only.
-
-    An entry for the same conditions is replaced, others stay.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigError: neither place can be written.
-    """
-    problems = []
-    for path in places(folder):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, calibration)
-            return path
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}")
-    raise ConfigError(
-        f"a calibration of {folder}", f"it cannot be written ({'; '.join(problems)})", "set XDG_CACHE_HOME"
-    )
-
-
-def _read(path: Path) -> list[Calibration]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["schema"] != SCHEMA:
-            raise ValueError(f"schema {values['schema']!r}, this version reads {SCHEMA}")
-        entries = TypeAdapter(list[Calibration]).validate_python(values["entries"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        fault = error.errors()[0] if isinstance(error, ValidationError) else None
-        why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" if fault else repr(error)
-        raise ConfigError(str(path), f"not readable ({why})", "run paceline bench calibrate again") from error
-    # The source goes into reports, which name no place on a machine.
-    return [entry.read_from(f"{path.parent.name}/{path.name}") for entry in entries]
-
-
-def _write(path: Path, calibration: Calibration) -> None:
-    try:
-        others = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
-    except ConfigError:  # unreadable, so useless to everybody: start a new one
-        others = []
-    values = {"schema": SCHEMA, "entries": [asdict(entry) for entry in (*others, calibration)]}
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)  # a reader sees the old file or the new one
-
-
-# -- measuring
 
 
 KVLayout = tuple[tuple[int, int, int], torch.dtype]  # layers, heads, width of a row; its numbers
@@ -278,7 +129,7 @@ class PassTimer:
                 decoder.best(state.hidden)
 
 
-def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostTable:
+def quick_estimate(decoder: Decoder, max_sequences: int) -> CostTable:
     """Return a rough table in a fraction of a second: the fastest of few passes of few sizes.
 
     The fastest, since so few passes have no good median; the steps themselves correct the rest. On a model so slow
@@ -287,7 +138,6 @@ def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostT
     Args:
         decoder: the network.
         max_sequences: sequences that may run at once.
-        why: why there is no calibration, which the table has as its source.
     """
     room = decoder.config.max_position
     context = max(0, min(QUICK_CONTEXT, room - max(QUICK_ROWS)))
@@ -311,5 +161,5 @@ def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostT
         chain=tuple((r, best[1, r]) for r in rows if (1, r) in best),
         plain=tuple(sorted(plain.items())),
         context=context,
-        source="quick estimate at start-up" + (f" ({why})" if why else ""),
+        source="quick estimate at start-up",
     )

@@ -3,7 +3,7 @@
     step(B, R)  =  [ plain(B) + chain(B + R) - chain(B) + context ]  x  correction
                     B sequences of one row each, R drafted rows on top
 
-The table comes from a calibration or from a quick estimate, and gives the shape of the costs: eight rows cost little
+The table is timed when the engine starts, and gives the shape of the costs: eight rows cost little
 more than one, and every sequence brings work of its own. The correction follows the machine's present load, and covers
 what the table leaves out: sampling, book-keeping, trees.
 """
@@ -59,7 +59,7 @@ class CostTable:
         for name in ("chain", "plain"):
             object.__setattr__(self, name, _rising(name, getattr(self, name)))
         if not (math.isfinite(self.context_ms) and self.context_ms >= 0 and self.context >= 0):
-            raise ConfigError("a cost table", "its context figures are not numbers from 0 on", "calibrate again")
+            raise ConfigError("a cost table", "its context figures are not numbers from 0 on", "measure again")
 
     def chain_ms(self, rows: float) -> float:
         """Return one sequence with ``rows`` rows."""
@@ -69,7 +69,7 @@ class CostTable:
         """Return a step of ``batch_size`` sequences with ``extra`` drafted rows over all of them.
 
         Args:
-            context: committed tokens over all sequences; None: as in the calibration.
+            context: committed tokens over all sequences; None: as in the table.
         """
         grown = 0 if context is None else context - batch_size * self.context
         base = interpolate(self.plain, batch_size) + self.context_ms * grown / 1000
@@ -86,7 +86,7 @@ def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:
     if not points or counts[0] != 1 or any(b <= a for a, b in pairwise(counts)):
         raise ConfigError(f"{name} costs at {counts}", "counts must ascend from 1 on", "measure 1 first")
     if any(not math.isfinite(ms) or ms <= 0 for _, ms in points):
-        raise ConfigError(f"{name} costs", "every figure must be a number above 0", "calibrate again")
+        raise ConfigError(f"{name} costs", "every figure must be a number above 0", "measure again")
     pools: list[list[float]] = []
     for _, ms in points:
         pools.append([ms])
@@ -276,18 +276,15 @@ class DraftCosts:
         self._known: dict[int, _Calls] = {}  # by bucket of sequences
 
     @classmethod
-    def of_network(cls, target: CostTable, draft_table: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
+    def of_network(cls, target: CostTable, catches_up: bool = True) -> DraftCosts:
         """Return a guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
 
         Args:
             target: the target's costs.
-            draft_table: the calibrated costs of the draft model, if there are any.
             catches_up: whether it has to compute something for every token that it has not seen.
         """
-        level = target.chain_ms(1) / LEVELS
-        if draft_table is None:
-            return cls(level=level, catch_up=target.chain_ms(128) / 128 / 3 if catches_up else 0.0)
-        return cls(level=min(level, draft_table.chain_ms(1)), catch_up=draft_table.chain_ms(128) / 128)
+        catch_up = target.chain_ms(128) / 128 / 3 if catches_up else 0.0
+        return cls(level=target.chain_ms(1) / LEVELS, catch_up=catch_up)
 
     def level_ms(self, sequences: int) -> float:
         """Return one more pass of a network for so many sequences."""

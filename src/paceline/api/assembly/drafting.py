@@ -13,14 +13,12 @@ from ...draft.registry import DrafterConfig, DrafterContext
 from ...engine import calibration
 from ...engine.auto import AutoBudget
 from ...engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
-from ...engine.calibration import Fingerprint
 from ...engine.rounds import parse_round
 from ...model.applications import locate, rows_beside
-from ...model.decoder import Decoder
 from ...weights import zoo
 from ...weights.source import Source, parse_device, resolve, resolve_folder
 from ..config import LLMConfig
-from .models import LoadedModel, compiled_layers, load_source, load_track, stage_devices
+from .models import LoadedModel, load_source, load_track, stage_devices
 from .runtime import Runtime
 
 
@@ -135,22 +133,4 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
         return FixedBudget(size=drafter.spec.window)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
-    decoder = target.decoder
-    measured, where = calibration.find(target.folder, fingerprint(config, decoder))
-    if measured is None:
-        return AutoBudget.of(drafter.spec, calibration.quick_estimate(decoder, config.max_sequences, why=where))
-    named = drafter_of(config)
-    draft = draft_key(str(getattr(named, "model", "")), str(getattr(named, "dtype", "auto")))
-    return AutoBudget.of(drafter.spec, measured.table, measured.drafts.get(draft))
-
-
-def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
-    """Return the conditions under which this target's speed is measured."""
-    kernels = "native" if compiled_layers(config, decoder.config, decoder.dtype) else "torch"
-    kernels += f" in {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
-    return calibration.fingerprint(decoder, kernels)
-
-
-def draft_key(name: str, dtype: str) -> str:
-    """Return what a calibration calls the passes of a draft model."""
-    return f"{name},dtype={dtype}"
+    return AutoBudget.of(drafter.spec, calibration.quick_estimate(target.decoder, config.max_sequences))
