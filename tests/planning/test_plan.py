@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.plan import given_acceptance
-from paceline.cli.plan_view import reason
+from paceline.cli.plan import given_acceptance, reason
 from paceline.core.tables import read_table
 from paceline.plan import acceptance, machines, models, plan, throughput
 from paceline.plan.acceptance import Acceptance

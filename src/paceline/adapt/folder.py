@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.records import PLAIN
-from ..bench.report import JSON_NAME, load_report, write_report
 from ..draft import adapted
 from ..train.files import writing
 from ..weights.files import stored_tensors
@@ -46,16 +45,14 @@ def leave(
         card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
         card |= {"parameters": sum(one.numel for one in headers), "target": name, "read_by": config.kind}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        text_of_page = page(config.kind, trained, verdict)
         origin = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."
-        (fresh / "README.md").write_text(f"# A drafter for {name}\n\n{origin}\n\n{text_of_page}", encoding="utf-8")
+        text = f"# A drafter for {name}\n\n{origin}\n\n{page(config.kind, trained, verdict)}"
+        (fresh / "README.md").write_text(text, encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
-        text = {PLAIN: "none"}.get(verdict.chosen) or drafters(config, adapted.HERE)[verdict.chosen]
-        settings = {"drafter": text, "target": name, "fingerprint": mark, "dtype": config.dtype}
+        drafter = {PLAIN: "none"}.get(verdict.chosen) or drafters(config, adapted.HERE)[verdict.chosen]
+        settings = {"drafter": drafter, "target": name, "fingerprint": mark, "dtype": config.dtype}
         adapted.write(folder, {**settings, "kind": config.kind, "verdict": verdict.words})
-    if (folder / REPORT / JSON_NAME).is_file():
-        write_report(load_report(folder / REPORT), folder / REPORT, text_of_page)
     adapted.remember(folder, mark)
 
 

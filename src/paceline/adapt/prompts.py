@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.encoding import Encoded
-from ..bench.workloads import Workload, load
+from ..bench.workloads import choose, load
 from ..core.errors import ConfigError
 from ..train.files import writing
 
@@ -67,19 +67,14 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
             raise ConfigError(f"--prompts {file}", wrong, f"give {LEAST} or more, or leave --prompts out for a mix")
         judged = max(4, min(JUDGED_MOST, round(JUDGED_SHARE * len(loaded[0].prompts))))
     size = {"max_model_len": room, "max_new_tokens": answer_tokens}
-    return [_split(name, whole, tokenizer, size, judged, seed) for name, whole in zip(names, loaded, strict=True)]
-
-
-def _split(name: str, whole: Workload, tokenizer: Any, size: dict[str, int], judged: int, seed: int) -> Questions:
-    aside = {prompt.id for prompt in load(name, limit=judged, seed=seed).prompts}
-    encoded = Encoded(whole, tokenizer, **size).prompts
-    ids = {prompt.id: tokenized.ids for prompt, tokenized in zip(whole.prompts, encoded, strict=True)}
-    return Questions(
-        workload=name,
-        name=whole.name,
-        learned=[token_ids for key, token_ids in ids.items() if key not in aside],
-        judged=[token_ids for key, token_ids in ids.items() if key in aside],
-    )
+    questions = []
+    for name, whole in zip(names, loaded, strict=True):
+        aside = {prompt.id for prompt in choose(whole.prompts, judged, seed, whole.strata)}
+        learned, put_aside = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for prompt, tokenized in zip(whole.prompts, Encoded(whole, tokenizer, **size).prompts, strict=True):
+            (put_aside if prompt.id in aside else learned).append(tokenized.ids)
+        questions.append(Questions(workload=name, name=whole.name, learned=learned, judged=put_aside))
+    return questions
 
 
 # -- as data for `train.answers`

@@ -39,8 +39,6 @@ class Encoded:
         if tokenizer is None:
             wrong = "this model has no tokenizer, so text means nothing to it"
             raise ConfigError(f"workload {workload.name!r}", wrong, "add its files")
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
         self.workload, self.tokenizer = workload, tokenizer
         self.most = max_model_len - max_new_tokens  # tokens of a prompt
         self.uses_template = workload.chat and bool(getattr(tokenizer, "chat_template", None))

@@ -13,12 +13,11 @@ another one, and repeated. Aggregates are never stored without their trials.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PlainSerializer, TypeAdapter
 
 OWN = "paceline"  # the engine of our own methods
-SCHEMA = 1  # of the JSON report; raised when a reader of an older one would go wrong
 PLAIN = "plain"  # name of the method that every speed-up is over
 PLAIN_MODES = ("none", PLAIN)  # `Method.drafter` of decoding without speculation, ours and the peers'
 
@@ -162,7 +161,7 @@ class Report(Record):
     exactness: list[Exactness] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)  # method -> why it could not run
     notes: list[str] = field(default_factory=list)
-    schema: int = SCHEMA
+    schema: Literal[1] = 1  # raised when a reader of an older one would go wrong
 
     @property
     def interrupted(self) -> bool:
@@ -173,32 +172,9 @@ class Report(Record):
         """Return whether a method of that name ran in this engine; one that is not listed counts as ours."""
         return next((method.ours for method in self.methods if method.name == name), True)
 
-    @classmethod
-    def from_dict(cls, values: Any) -> Report:
-        """Convert the value of a JSON file.
-
-        Raises:
-            ValueError: another schema, a key that is missing or unknown, a value of another type, or a method that is
-                there twice or not at all.
-        """
-        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-            problem = f"schema {values.get('schema')!r}" if isinstance(values, dict) else "not an object"
-            raise ValueError(f"{problem}; this version reads schema {SCHEMA}")
-        try:
-            report = _REPORT.validate_python(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        names = {method.name for method in report.methods}
-        if len(names) < len(report.methods):
-            raise ValueError("two methods of one name")
-        if unknown := ({t.method for t in report.trials} | {e.method for e in report.exactness}) - names:
-            raise ValueError(f"trials of methods that it does not list: {', '.join(sorted(unknown))}")
-        return report
-
     def as_json(self) -> str:
-        """Return the inverse as text; infinities and NaN, which JSON lacks, become null."""
-        return _REPORT.dump_json(self).decode()
+        """Return JSON; infinities and NaN, which it lacks, become null."""
+        return REPORT.dump_json(self).decode()
 
 
-_REPORT = TypeAdapter(Report)
+REPORT = TypeAdapter(Report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
-from .records import Cell, Exactness, Method, Report
+from .records import REPORT, Cell, Exactness, Method, Report
 from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower_cells
 
 FILES = JSON_NAME, PAGE_NAME = "report.json", "report.md"
@@ -49,24 +48,19 @@ def load_report(path: Path | str) -> Report:
     remedy = "name a report.json that `paceline bench --out` wrote"
     try:
         data = file.read_bytes()
-        return Report.from_dict(json.loads(gzip.decompress(data) if file.suffix == ".gz" else data))
-    except OSError as error:
-        raise ConfigError(f"report {file}", f"the file cannot be read ({error.strerror or error})", remedy) from error
-    except (EOFError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"report {file}", f"the file is not a benchmark report ({error})", remedy) from error
+        return REPORT.validate_json(gzip.decompress(data) if file.suffix == ".gz" else data)
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"report {file}", f"it cannot be read as a benchmark report ({error})", remedy) from error
 
 
-def write_report(report: Report, folder: Path | str, lead: str = "") -> list[Path]:
+def write_report(report: Report, folder: Path) -> None:
     """Write JSON and page into a folder, which is created where it is missing.
-
-    Args:
-        lead: Markdown that stands before the figures.
 
     Raises:
         ConfigError: a file that cannot be written.
     """
-    texts = {JSON_NAME: report.as_json() + "\n", PAGE_NAME: page(Summary(report), lead)}
-    return [write_text(Path(folder) / name, text) for name, text in texts.items()]
+    write_text(folder / JSON_NAME, report.as_json() + "\n")
+    write_text(folder / PAGE_NAME, page(Summary(report)))
 
 
 def write_text(path: Path, text: str, what: str = "report") -> Path:
@@ -161,10 +155,7 @@ def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     lines = [line("model", report.model), line("machine", report.machine), line("versions", report.versions)]
     settings = {key: value for key, value in report.settings.items() if value not in (None, [None], [], {}, (None,))}
     lines += [f"commit {report.commit or 'unknown'}, {report.created}", *facts]
-    return [
-        *lines,
-        *(f"{key.replace('_', ' ')}: {_fact(key, value)}" for key, value in settings.items()),
-    ]
+    return lines + [f"{key.replace('_', ' ')}: {_fact(key, value)}" for key, value in settings.items()]
 
 
 def _fact(key: str, value: Any) -> str:
@@ -281,8 +272,8 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {text(line)}" for line in lines)
 
 
-def page(summary: Summary, lead: str = "") -> str:
-    """Return the page, with ``lead`` as for `write_report`."""
+def page(summary: Summary) -> str:
+    """Return the page."""
     report, prompts_of = summary.report, dict[str, set[str]]()
     for trial in report.trials:
         prompts_of.setdefault(trial.cell.workload, set()).update(trial.prompts)
@@ -294,14 +285,14 @@ def page(summary: Summary, lead: str = "") -> str:
     ]
     command = shlex.join(report.command).replace("```", "` ` `")
     repeat = f"All raw trials are in [{JSON_NAME}]({JSON_NAME}). To repeat it:\n\n```\n{command}\n```"
-    blocks = [figures_page(summary, lead), "## How it was measured", bullets([*how_lines(report), *details]), repeat]
+    blocks = [figures_page(summary), "## How it was measured", bullets([*how_lines(report), *details]), repeat]
     return "\n\n".join(blocks) + "\n"
 
 
-def figures_page(summary: Summary, lead: str = "") -> str:
+def figures_page(summary: Summary) -> str:
     """Return findings, a table for each section and workload, what went wrong, and what columns mean."""
     title = text(summary.report.title)
-    blocks = [f"# {title}", f"**{text(headline(summary))}**", bullets(findings(summary)), lead]
+    blocks = [f"# {title}", f"**{text(headline(summary))}**", bullets(findings(summary))]
     for section in summary.sections:
         blocks += [f"## {text(cell_label(section).replace('batch', 'Batch', 1))}"]
         for name, rows in _groups(summary, section).items():

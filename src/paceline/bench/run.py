@@ -40,7 +40,7 @@ from .config import BenchConfig
 from .encoding import Encoded, prompt_ids
 from .measure import Builder, EngineRunner, Group, model_facts
 from .records import Cell, Method, PromptIds, Report, Trial
-from .report import JSON_NAME, load_report, write_report
+from .report import JSON_NAME, write_report
 from .workloads import Workload
 
 log = logging.getLogger(__name__)
@@ -105,9 +105,6 @@ class Run:
             self._tell(f"loading {config.model}")
             self._builder = Builder(config.model, config.device, config.threads, config.applications)
             target = self._builder.llm(self._plain)
-            if target.tokenizer is None:
-                wrong = "it has no tokenizer, so text means nothing to it"
-                raise ConfigError(f"model {config.model}", wrong, "add its files")
             self._prepare(cells, {workload.name: workload for workload in loaded})
             groups = [group for of in self.groups.values() for group in of]
             self.lengths = [group.lengths for group in groups]
@@ -302,8 +299,7 @@ def _check_out(out: Path | None, overwrite: bool) -> None:
     except OSError as error:
         raise ConfigError(f"--out {out}", f"it cannot be written ({error})", "name a folder that can") from error
     if (out / JSON_NAME).exists() and not overwrite:
-        title = load_report(out / JSON_NAME).title
-        raise ConfigError(f"--out {out}", f"it holds the report {title!r}", "name another folder, or give --overwrite")
+        raise ConfigError(f"--out {out}", "it holds a report", "name another folder, or give --overwrite")
 
 
 def commit() -> str | None:

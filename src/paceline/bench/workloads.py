@@ -123,10 +123,8 @@ def load(
 
     Raises:
         ConfigError: an unknown name, a missing file, a record that is not of the form, no record, two
-            records of one id, or a limit below 1.
+            records of one id.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"{limit} prompts of {name_or_path}", "no prompt is left", "give 1 or more")
     name = name_or_path.lower().replace("-", "_") if isinstance(name_or_path, str) else ""
     entry = WORKLOADS.get(name)
     file: Traversable

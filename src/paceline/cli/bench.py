@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..api.llm import LLM
 from ..bench import machine, methods
 from ..bench.config import BenchConfig, StepConfig
 from ..bench.passes import measure_steps
-from ..bench.report import FILES, figures_page, figures_table, write_text
+from ..bench.report import FILES, figures_page, figures_table
 from ..bench.run import Run
 from ..bench.summary import Summary
 from ..bench.workloads import available
@@ -117,15 +116,12 @@ def workloads(
     **OPTIONS,
 )
 def step(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")] = None,
     *,
     pass_options: dict[str, Any],
     llm: dict[str, Any],
 ) -> None:
     """Time one target pass by number of rows and context, against the machine's read bandwidth."""
     passes, device, label = StepConfig(**pass_options), llm["device"], llm["model"]
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):  # reported before minutes of measuring
-        raise ConfigError(f"--out {out}", "a file cannot be written there", "name a file in a folder that exists")
     loaded = LLM(**llm)
     most = loaded.decoder.config.max_position
     if max(passes.context) + max(passes.rows) > most:
@@ -143,21 +139,6 @@ def step(
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs))
-    if out is not None:
-        figures = {
-            "command": "bench step",
-            "model": label,
-            "dtype": computed,
-            "kv_cache_dtype": llm["kv_cache_dtype"],
-            "exact": loaded.decoder.exact,
-            "tensor_parallel": llm["tensor_parallel"],
-            "kernels": loaded.kernels,
-            "machine": machine.describe(device),
-            "read_bandwidth_bytes_per_s": bandwidth,
-            "repeats": passes.repeats,
-            "rows": costs,
-        }
-        write_text(out, json.dumps(figures, indent=1) + "\n", "--out")
 
 
 def _step_table(costs: Sequence[Mapping[str, Any]]) -> Table:

@@ -23,6 +23,7 @@ from ..bench.measure import ask
 from ..core.errors import CapabilityError, ConfigError
 from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
+from ..engine.tokens import chat_ids
 from ..weights import zoo
 from ..weights.source import read_config
 from .console import Painter, ProgressLine, legend, note, stderr, stdout
@@ -150,27 +151,19 @@ def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
 
 def _compare(engines: list[LLM], prompt: DemoPrompt) -> Comparison:
     """Compare all ways in turns, so that a slow moment of the machine affects each; every turn begins afresh."""
-    prompts = [_token_ids(engines[0], prompt)]
-    turns = [[ask(engine, prompts, _params(prompt)) for engine in engines] for _ in range(TURNS)]
+    prompts, params = [_token_ids(engines[0], prompt)], SamplingParams(temperature=0, max_tokens=prompt["max_tokens"])
+    turns = [[ask(engine, prompts, params) for engine in engines] for _ in range(TURNS)]
     outputs = [output for [output], _ in turns[0]]
     seconds = [statistics.median(duration for _, duration in side) for side in zip(*turns, strict=True)]
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     return Comparison(prompt, outputs, [count / duration for count, duration in zip(counts, seconds, strict=True)])
 
 
-def _params(prompt: DemoPrompt) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=prompt["max_tokens"])
-
-
 def _token_ids(model: LLM, prompt: DemoPrompt) -> list[int]:
     tokenizer = model.tokenizer
     if prompt["chat"]:
-        messages = [{"role": "user", "content": prompt["text"]}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    else:
-        text = (tokenizer.bos_token or "") + prompt["text"]
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
+        return chat_ids([{"role": "user", "content": prompt["text"]}], tokenizer, "this model")[0]
+    return [*tokenizer.encode((tokenizer.bos_token or "") + prompt["text"], add_special_tokens=False)]
 
 
 def _show_answer(console: Console, engines: list[LLM], done: list[Comparison]) -> None:

@@ -18,6 +18,7 @@ from ..api.llm import LLM
 from ..core.errors import ConfigError, RequestError
 from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
+from ..engine.tokens import Prompt, chat_ids
 from .console import Painter, ProgressLine, coloured, legend, note, stdout
 from .options import DEFAULTS, takes
 from .session import (
@@ -97,17 +98,27 @@ def generate(
         raise ConfigError("log-probabilities", "the coloured text has no place for them", "add --json")
     names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
     model = open_llm(llm, len(prompts) * sampling.n)
+    asked: list[Prompt] = [*prompts]
     if chat:
         sampling = model.default_sampling_params(**overrides)
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        rendered = [chat_ids(turn, model.tokenizer, llm["model"]) for turn in turns]
+        asked = [{"prompt_token_ids": ids, "prompt": text} for ids, text in rendered]
     console = stdout(color)
     streamed = len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json
     if coloured(console) and not as_json:
         console.print(legend())
+    outputs: list[RequestOutput] = []
     with stopping(model) as stopped:
         if streamed:
-            outputs = _stream(model, prompts[0], sampling, chat, names[0], console)
+            with suppress(RequestError):  # raised below, once the figures are shown
+                for chunk in painted(console, model, model.stream(asked[0], sampling, names[0]), sampling):
+                    outputs += [chunk.output] if chunk.output is not None else []
+            console.print()
         else:
-            outputs = _answer(model, prompts, sampling, chat, names, stopped)
+            with ProgressLine() as line:
+                progress = line.counting("answering", len(asked))
+                outputs = model.generate(asked, sampling, progress=progress, application=names)
     for number, output in enumerate(outputs, 1):
         if as_json:
             record = {**dataclasses.asdict(output), "stats": output.stats.as_dict()}
@@ -151,37 +162,6 @@ def _read(name: str) -> str:
         return text.removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {name}", f"it cannot be read ({error})", "name a UTF-8 text file") from error
-
-
-def _stream(
-    model: LLM, prompt: str, params: SamplingParams, chat: bool, application: str | None, console: Console
-) -> list[RequestOutput]:
-    if chat:
-        chunks = model.chat([{"role": "user", "content": prompt}], params, stream=True, application=application)
-    else:
-        chunks = model.stream(prompt, params, application)
-    outputs: list[RequestOutput] = []
-    with suppress(RequestError):  # the caller raises it, once the figures are shown
-        for chunk in painted(console, model, chunks, params):
-            outputs += [chunk.output] if chunk.output is not None else []
-    console.print()
-    return outputs
-
-
-def _answer(
-    model: LLM, prompts: list[str], params: SamplingParams, chat: bool, names: list[str | None], stopped: list[int]
-) -> list[RequestOutput]:
-    with ProgressLine() as line:
-        progress = line.counting("answering", len(prompts))
-        if not chat:
-            return model.generate(prompts, params, progress=progress, application=names)
-        outputs = []
-        for prompt, name in zip(prompts, names, strict=True):
-            if stopped:
-                break
-            outputs += model.chat([{"role": "user", "content": prompt}], params, application=name)
-            progress(len(outputs))
-        return outputs
 
 
 def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Console) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from ..core.errors import ConfigError
 from ..core.options import named_values, shown, suggest
 from ..plan import machines, models
 from ..plan.acceptance import Acceptance, accept_of
 from ..plan.models import ModelSizes
-from ..plan.plan import DRAFTERS, PlanRequest, rank
+from ..plan.plan import DRAFTERS, PLAIN, RIDING, PlanRequest, RankedDrafter, rank
+from ..plan.throughput import pass_cost
 from ..weights import zoo
-from ..weights.gguf import is_gguf
 from ..weights.hub import local
-from . import plan_view
+from .console import note, stdout
 from .options import takes
 
 app = typer.Typer(add_completion=False)
@@ -26,6 +30,8 @@ app = typer.Typer(add_completion=False)
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder."
 TAU_DEPTH = 4  # of a --tau that names no depth: the k of SPIRe
+DEAR = 1.05  # a verification that costs more plain passes than this is reported
+HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
 STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 
 
@@ -90,14 +96,68 @@ def plan(
         acceptance=given_acceptance(tau or ()),
         **question,
     )
-    names = _runnable(target), _runnable(drafting) if drafting else None
-    found_ways = [(ranking, plan_view.how_to_run(request, ranking, *names)) for ranking in rank(request)]
-    # What can be run comes first.
-    ranked, ways = zip(*sorted(found_ways, key=lambda pair: pair[1][0] is None), strict=True)
+    ranked = rank(request)
     if as_json:
-        plan_view.print_json(request, ranked, ways, names[0])
-    else:
-        plan_view.show(request, ranked, ways, names[0])
+        more = [{"reason": reason(request, row), "devices_needed": devices_needed(request, row)} for row in ranked]
+        rows = [{**asdict(row), **facts} for row, facts in zip(ranked, more, strict=True)]
+        typer.echo(json.dumps({**asdict(request), "draft": asdict(request.drafting), "ranked": rows}))
+        return
+    show(request, ranked)
+    entry = models.named(target)
+    if runs := target if entry is None else entry.hub:
+        note(f"what it is worth here: paceline bench --model {shlex.quote(runs)} --batch {request.batch}")
+
+
+def show(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> None:
+    """Print the table and the assumptions."""
+    best, console = ranked[0], stdout()
+    title = f"{q.target.name} on {q.machine.about}, {q.machine.hoi:.0f} FLOPs a byte; batch {q.batch:,}, context "
+    console.print(f"{title}{q.context:,}", style="bold", markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name in ("drafter", "why") else "right", overflow="fold")
+    for row in ranked:
+        form = ("", "") if row.drafter == PLAIN else (str(row.depth), str(row.width))
+        figures = (f"{row.tau:.2f}", f"{row.multiplier:.2f}", f"{row.tokens_per_s:,.0f}")
+        table.add_row(row.drafter, *form, *figures, reason(q, row))
+    console.print(table)
+    needed, have = devices_needed(q, best), q.machine.memory
+    room = "fits" if needed == 1 else f"does not fit: {needed} devices would hold it; figures are as if it did"
+    console.print(f"{best.drafter} holds {best.holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}", markup=False)
+    acceptances = [(row.drafter, row.acceptance) for row in ranked if row.acceptance is not None]
+    for pair, title in (
+        (True, "acceptance of this very pair (a token's chance; --tau DRAFTER=T changes it):"),
+        (False, "assumed of acceptance, since nobody measured this pair (--tau DRAFTER=T changes it):"),
+    ):
+        lines = [f"  {name:<12} {has.accept:.2f}  {has.source}" for name, has in acceptances if has.own == pair]
+        if lines:
+            console.print("\n".join([title, *lines]), markup=False)
+    note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
+
+
+def reason(q: PlanRequest, row: RankedDrafter) -> str:
+    """Return why a drafter has its value, in words."""
+
+    def bound(rows: int) -> str:
+        return pass_cost(q.network(q.target), q.batch, q.context, rows).bound(q.machine.hoi).removesuffix("s")
+
+    took = row.round
+    if row.drafter == PLAIN:
+        return f"{bound(1)}-bound"
+    drafts = "drafts are rows of the same pass" if row.drafter in RIDING else "drafts cost nothing"
+    if DRAFTERS[row.drafter]:
+        keys = q.keys(row.drafter) or q.context
+        kind = f"sparse draft of {keys:,} keys" if keys < q.context else "dense draft"
+        drafts = f"{kind}, a pass takes {took.draft / row.depth / took.plain:.0%} of the target's"
+    words = f"{bound(1)}-bound: {drafts}"
+    if (verify := took.verify / took.plain) > DEAR:
+        words += f"; verifying {row.rows} rows takes {verify:.2g} passes, {bound(row.rows)}-bound"
+    return words
+
+
+def devices_needed(q: PlanRequest, row: RankedDrafter) -> int:
+    """Return the fewest devices whose memory holds target and draft."""
+    return max(1, math.ceil(row.holds / q.machine.memory))
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
@@ -139,14 +199,6 @@ def resolve(text: str) -> ModelSizes:
     embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
     remedy = suggest(text, [*models.names(), *embedded], "model")
     raise ConfigError(f"model {shown(text)}", "there is no such model, folder or config.json", remedy)
-
-
-def _runnable(text: str) -> str | None:
-    """Return the value of ``--model`` for this model; None: there are no weights of it."""
-    entry, path = models.named(text), Path(text)
-    if entry is not None:
-        return entry.hub or None
-    return str(path.parent) if path.is_file() and not is_gguf(path) else text
 
 
 def _bytes(flag: str, text: str) -> float:

@@ -61,14 +61,12 @@ class PlanRequest:
                     f"context={self.context}", f"{shape.name} has {most:,} positions", f"give 1 to {most}"
                 )
 
-    def last_keys(self, drafter: str) -> int:
-        """Return the keys of a sparse view's window: as requested, as measured, or a part of the context."""
-        measured = self.assumptions()[drafter].window
-        return self.window or measured or max(LEAST_WINDOW, self.context // SHARE - SINK)
-
     def keys(self, drafter: str) -> int | None:
-        """Return the keys of a sparse view; None: the drafter sees all."""
-        return min(self.context, self.last_keys(drafter) + SINK) if drafter in SPARSE else None
+        """Return the keys of a sparse view: as requested, as measured, or a part of the context; None: all are seen."""
+        if drafter not in SPARSE:
+            return None
+        window = self.window or self.assumptions()[drafter].window or max(LEAST_WINDOW, self.context // SHARE - SINK)
+        return min(self.context, window + SINK)
 
     @property
     def drafting(self) -> ModelSizes:

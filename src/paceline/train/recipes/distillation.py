@@ -48,18 +48,14 @@ class ModelShape:
             )
         return {
             "architectures": ["LlamaForCausalLM"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
             "bos_token_id": bos,
             "eos_token_id": eos,
             "pad_token_id": pad,
             "head_dim": self.d_model // self.heads,
             "hidden_act": "silu",
             "hidden_size": self.d_model,
-            "initializer_range": 0.02,
             "intermediate_size": self.d_ff,
             "max_position_embeddings": context,
-            "mlp_bias": False,
             "model_type": "llama",
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.layers,
@@ -67,7 +63,6 @@ class ModelShape:
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
             "tie_word_embeddings": tied,
-            "use_cache": True,
             "vocab_size": vocab,
         }
 
