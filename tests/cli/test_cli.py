@@ -246,7 +246,6 @@ class TestCommands:
             (["generate", "--prompt", "x", "--pipeline", "2", "--round", "mirror"], "pipeline round"),
             (["generate", "--prompt", "x", "--cluster", "nowhere"], "address is not an address"),
             (["genrate"], "mean 'generate'"),
-            (["adapt", "paceline-small", "--kind", "nosuch"], "one of: eagle, lyanna"),
             (["demo", "--prompts", "0"], "--prompts 0"),
             (["demo", "--model", "paceline-small", "--prompts", "21"], "--prompts 21"),
             (["generate", "--prompt", "x", "--model", "paceline-smal"], "Did you mean 'paceline-small'? Downl"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..api.options import MAX_THREADS, MODEL
 from ..core.options import check, option
 
-KINDS = ("eagle", "lyanna")  # of drafters that are trained; `train.registry` makes them
+KIND = "eagle"  # of the drafter that is trained; `train.registry` makes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,6 @@ class AdaptConfig:
     )
     hours: float = option(2.0, help="hours that everything together may take", above=0.0, maximum=10_000.0)
     out: Path | None = option(None, help="folder of all that is made; default: adapted/MODEL", metavar="DIR")
-    kind: str = option("eagle", help=f"kind of drafter: {', '.join(KINDS)}", choices=KINDS)
     dtype: str = option("auto", help="what the model computes in when it is served: auto, bfloat16, int8, ..")
     threads: int | None = option(None, help="CPU threads; default: torch's choice", minimum=1, maximum=MAX_THREADS)
     seed: int = option(0, help="seed of prompts, draws and training")

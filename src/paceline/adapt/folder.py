@@ -13,7 +13,7 @@ from ..draft import adapted
 from ..train.files import writing
 from ..weights.files import stored_tensors
 from ..weights.zoo import CARD
-from .config import AdaptConfig
+from .config import KIND, AdaptConfig
 from .verdict import Verdict, drafters
 from .work import FULL
 
@@ -43,20 +43,20 @@ def leave(
         shutil.copytree(folder / trained["result"], fresh)
         headers = stored_tensors(sorted(fresh.glob("*.safetensors")), "train it again")
         card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
-        card |= {"parameters": sum(one.numel for one in headers), "target": name, "read_by": config.kind}
+        card |= {"parameters": sum(one.numel for one in headers), "target": name, "read_by": KIND}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
         origin = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."
-        text = f"# A drafter for {name}\n\n{origin}\n\n{page(config.kind, trained, verdict)}"
+        text = f"# A drafter for {name}\n\n{origin}\n\n{page(trained, verdict)}"
         (fresh / "README.md").write_text(text, encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
         drafter = {PLAIN: "none"}.get(verdict.chosen) or drafters(config, adapted.HERE)[verdict.chosen]
         settings = {"drafter": drafter, "target": name, "fingerprint": mark, "dtype": config.dtype}
-        adapted.write(folder, {**settings, "kind": config.kind, "verdict": verdict.words})
+        adapted.write(folder, {**settings, "kind": KIND, "verdict": verdict.words})
     adapted.remember(folder, mark)
 
 
-def page(kind: str, trained: Mapping[str, Any], verdict: Verdict) -> str:
+def page(trained: Mapping[str, Any], verdict: Verdict) -> str:
     """Return the card for a reader: verdict, data, tokens, checks, figures."""
     checks = "\n".join(f"| {tokens:,.0f} | {value:.2f} |" for tokens, value in trained["checks"])
     figures = "\n".join(
@@ -75,7 +75,7 @@ def page(kind: str, trained: Mapping[str, Any], verdict: Verdict) -> str:
 """
     return f"""**{verdict.words[:1].upper()}{verdict.words[1:]}.**
 
-Kind: {kind}. Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
+Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
 given prompts and to prompts that it drew itself.{early} Held-out prompts:
 
 | tokens learned from | accepted of a draft |

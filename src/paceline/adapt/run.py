@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import gc
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +26,7 @@ import torch
 from ..api.llm import LLM
 from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods, with_plain
+from ..bench.run import Run
 from ..core.errors import ConfigError, StorageError
 from ..engine.calibration import quick_estimate
 from ..train.answers import AnswerConfig
@@ -34,7 +36,7 @@ from ..weights.files import fingerprint, free_bytes
 from ..weights.names import weight_map
 from ..weights.source import load_tokenizer, read_config, resolve_folder
 from . import answering, verdict
-from .config import AdaptConfig
+from .config import KIND, AdaptConfig
 from .folder import REPORT, leave
 from .prompts import Questions, collect, write_prompts
 from .training import ROWS, TrainingPlan, train
@@ -57,16 +59,6 @@ SPARE = 1.5  # steps that are scored for, over those that are expected
 FOOTPRINT = 4.0 + 2.0 + 2.0  # bytes a parameter: of the network that trains, of layers that score, that serve
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The outcome of a run."""
-
-    folder: Path
-    verdict: verdict.Verdict
-    words: str
-    spent_s: float
 
 
 class Adaptation:
@@ -251,7 +243,7 @@ class Adaptation:
                 weight = answered * (2.0 if users and not file.name.startswith(DRAWN) else 1.0)
                 sources.append(SourceSpec(file=str(file), weight=weight, answer_tokens=self.answer))
         return TrainingPlan(
-            kind=self.config.kind,
+            kind=KIND,
             target=self.target,
             shape=self.shape,
             sources=sources,
@@ -303,13 +295,17 @@ class Adaptation:
             title=f"{Path(self.config.model).name}: what the drafter that was made for it is worth",
         )
 
-        return verdict.judge(config, self.work.folder / REPORT, self.command, partial(self.show, "judging"))
+        command, progress = ["paceline", *shlex.split(self.command)], partial(self.show, "judging")
+        run = Run(config, out=self.work.folder / REPORT, overwrite=True, command=command, progress=progress)
+        if (report := run.execute()).interrupted:
+            raise KeyboardInterrupt
+        return verdict.decide(report)
 
 
 # -- the whole
 
 
-def adapt(config: AdaptConfig, say: Say, show: Say, command: str = "adapt") -> Outcome:
+def adapt(config: AdaptConfig, say: Say, show: Say, command: str = "adapt") -> verdict.Verdict:
     """Make a drafter for a model, or continue an interrupted run.
 
     Args:
@@ -329,19 +325,19 @@ def adapt(config: AdaptConfig, say: Say, show: Say, command: str = "adapt") -> O
         torch.set_num_threads(config.threads)
     if config.prompts is not None and not config.prompts.is_file():
         raise ConfigError(f"--prompts {config.prompts}", "there is no such file", "check the path")
-    facts = {"model": fingerprint(target), **{name: getattr(config, name) for name in ("kind", "dtype", "seed")}}
+    facts = {"model": fingerprint(target), **{name: getattr(config, name) for name in ("dtype", "seed")}}
     facts["prompts"] = None if config.prompts is None else sha256(config.prompts)
     with closing(RunFolder(config.folder, facts, config.hours)) as work:
         try:
             run = Adaptation(config, work, show, command)
             run.survey()
             tokens = work.once("choice", run.answer_tokens)
-            say(f"{config.kind}: {tokens:,} tokens of answers, done in {_time(work.left_s)}")
+            say(f"{tokens:,} tokens of answers, done in {_time(work.left_s)}")
             work.once("answers", lambda: run.answers(tokens))
             trained = work.once("training", run.train)
             judgement = verdict.Verdict(**work.once("verdict", lambda: asdict(run.judge(trained["result"]))))
             leave(config, work.folder, run.mark, trained, judgement)
-            return Outcome(folder=work.folder, verdict=judgement, words=judgement.words, spent_s=work.spent_s)
+            return judgement
         except StorageError as error:
             raise StorageError(f"--out {config.folder}", error.wrong, FULL) from error
 

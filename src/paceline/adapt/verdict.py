@@ -7,18 +7,13 @@ look-ups, since they cost nothing; where nothing is, nothing.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..bench.config import BenchConfig
 from ..bench.records import PLAIN, Report
-from ..bench.run import Run
 from ..bench.summary import Interval, Summary
 from ..draft.hybrid import with_parts
 from ..weights.zoo import default_drafter
-from .config import AdaptConfig
+from .config import KIND, AdaptConfig
 
 LOOK_UPS, NEW, BOTH, PRESENT = "look-ups", "new", "hybrid", "present"
 LOOKUP = "suffix"
@@ -46,24 +41,9 @@ def drafters(config: AdaptConfig, folder: str) -> dict[str, str]:
 
     Where the zoo has a drafter of the model, it is compared as well.
     """
-    new, present = f"{config.kind}:{folder}", default_drafter(config.model, config.dtype) or LOOKUP
+    new, present = f"{KIND}:{folder}", default_drafter(config.model, config.dtype) or LOOKUP
     named = {} if present == LOOKUP else {PRESENT: present}
     return {LOOK_UPS: LOOKUP, NEW: new, BOTH: with_parts([LOOKUP], new), **named}
-
-
-def judge(config: BenchConfig, out: Path, command: str, tell: Callable[[str], None]) -> Verdict:
-    """Measure and decide.
-
-    Args:
-        config: with plain decoding and `drafters`, on the prompts that were put aside.
-        out: folder of the report.
-        command: the command line, for the report.
-    """
-    line = ["paceline", *shlex.split(command)]
-    report = Run(config, out=out, overwrite=True, command=line, progress=tell).execute()
-    if report.interrupted:
-        raise KeyboardInterrupt
-    return decide(report)
 
 
 def decide(report: Report) -> Verdict:

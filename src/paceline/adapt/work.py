@@ -19,7 +19,7 @@ from ..draft import adapted
 from ..train.files import plain, require_same, writing
 
 STATE, LOCK = "adapt.json", "adapt.lock"
-FORMAT = 5
+FORMAT = 6
 SAVE_S = 2.0  # between two times that the clock is written down
 FULL = "free space there and repeat the command, which continues"
 

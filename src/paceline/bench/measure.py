@@ -72,10 +72,6 @@ class Group:
             repeat=repeat,
             prompts=[p.id for p in self.prompts],
             prompt_tokens=[len(p.ids) for p in self.prompts],
-            outputs=[],
-            finish=[],
-            wall_ms=0.0,
-            ttft_ms=[],
         )
 
 

@@ -88,10 +88,10 @@ class Trial(Record):
     repeat: int
     prompts: list[str]  # ids, in the order of submission
     prompt_tokens: list[int]  # of each
-    outputs: list[list[int]]  # new token ids of each
-    finish: list[str]  # why each ended
-    wall_ms: Ms  # from submission of the group to its last token
-    ttft_ms: list[Ms]  # of each request, from submission of the group to its first token
+    outputs: list[list[int]] = field(default_factory=list)  # new token ids of each
+    finish: list[str] = field(default_factory=list)  # why each ended
+    wall_ms: Ms = 0.0  # from submission of the group to its last token
+    ttft_ms: list[Ms] = field(default_factory=list)  # of each request, from submission of the group to its first token
     waits_ms: list[Ms] = field(default_factory=list)  # between successive arrivals of tokens, all requests pooled
     arrivals: list[int] = field(default_factory=list)  # tokens that came at the end of each of those waits
     passes: int = 0  # target passes that chose tokens, summed over sequences

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,8 @@ def count_of(amount: int, noun: str) -> str:
 
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     """Describe how a run was measured: model, machine, versions, ``facts``, settings."""
-
-    def line(what: str, values: Mapping[str, Any]) -> str:
-        return f"{what}: " + (", ".join(f"{k.replace('_', ' ')} {_fact(k, v)}" for k, v in values.items()) or "unknown")
-
-    lines = [line("model", report.model), line("machine", report.machine), line("versions", report.versions)]
+    parts = {"model": report.model, "machine": report.machine, "versions": report.versions}
+    lines = [f"{what}: {_fact('', values)}" for what, values in parts.items()]
     settings = {key: value for key, value in report.settings.items() if value not in (None, [None], [], {}, (None,))}
     lines += [f"commit {report.commit or 'unknown'}, {report.created}", *facts]
     return lines + [f"{key.replace('_', ' ')}: {_fact(key, value)}" for key, value in settings.items()]

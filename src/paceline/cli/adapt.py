@@ -36,7 +36,7 @@ def command(
     model = config["model"] = one_model(name, config["model"])
     settings, line = AdaptConfig(**config), ProgressLine()
     try:
-        outcome = adapt(settings, note, line.show, shlex.join(sys.argv[1:]))
+        verdict = adapt(settings, note, line.show, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
         line.close()
         note(f"stopped; results are in {settings.folder}, continue: {this_command()}")
@@ -44,10 +44,10 @@ def command(
     finally:
         line.close()
     console = stdout()
-    console.print(f"{outcome.words}.", markup=False)
-    for name, (value, low, high) in outcome.verdict.times_plain.items():
-        passes = outcome.verdict.tokens_per_pass.get(name, 1.0)
+    console.print(f"{verdict.words}.", markup=False)
+    for name, (value, low, high) in verdict.times_plain.items():
+        passes = verdict.tokens_per_pass.get(name, 1.0)
         text = f"  {name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {passes:.2f} tokens a pass"
         console.print(text, markup=False)
-    console.print(f"{outcome.folder}/report/report.md", markup=False)
-    console.print(f"paceline generate --model {model} --drafter {outcome.folder} --prompt ..", markup=False)
+    console.print(f"{settings.folder}/report/report.md", markup=False)
+    console.print(f"paceline generate --model {model} --drafter {settings.folder} --prompt ..", markup=False)

@@ -98,12 +98,12 @@ def generate(
         raise ConfigError("log-probabilities", "the coloured text has no place for them", "add --json")
     names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
     model = open_llm(llm, len(prompts) * sampling.n)
-    inputs: list[Prompt] = [*prompts]
+    requests: list[Prompt] = [*prompts]
     if chat:
         sampling = model.default_sampling_params(**overrides)
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
         rendered = [chat_ids(turn, model.tokenizer, llm["model"]) for turn in turns]
-        inputs = [{"prompt_token_ids": ids, "prompt": text} for ids, text in rendered]
+        requests = [{"prompt_token_ids": ids, "prompt": text} for ids, text in rendered]
     console = stdout(color)
     streamed = len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json
     if coloured(console) and not as_json:
@@ -112,13 +112,13 @@ def generate(
     with stopping(model) as stopped:
         if streamed:
             with suppress(RequestError):  # raised below, once the figures are shown
-                for chunk in painted(console, model, model.stream(inputs[0], sampling, names[0]), sampling):
+                for chunk in painted(console, model, model.stream(requests[0], sampling, names[0]), sampling):
                     outputs += [chunk.output] if chunk.output is not None else []
             console.print()
         else:
             with ProgressLine() as line:
-                progress = line.counting("answering", len(inputs))
-                outputs = model.generate(inputs, sampling, progress=progress, application=names)
+                progress = line.counting("answering", len(requests))
+                outputs = model.generate(requests, sampling, progress=progress, application=names)
     for number, output in enumerate(outputs, 1):
         if as_json:
             record = {**dataclasses.asdict(output), "stats": output.stats.as_dict()}

@@ -76,8 +76,7 @@ class TopCache:
         key: what the target's words depend on next to the source: target, precision, longest document.
         top: likeliest tokens kept.
         vocab: tokens of the target.
-        width: of the target's states.
-        states: whether these are kept, too.
+        width: of the target's states; 0: they are not kept.
 
     Raises:
         ConfigError: the folder is not a cache, or is damaged.
@@ -91,10 +90,8 @@ class TopCache:
         top: int,
         vocab: int,
         width: int = 0,
-        states: bool = False,
     ) -> None:
-        width = width if states else 0
-        more = {"states": width} if states else {}
+        more = {"states": width} if width else {}
         keys = [{**key, "top": top, "source": Path(s.file).name, "sha256": mark(s.file), **more} for s, _ in sources]
         self.folder, self.top, self.width = folder, top, width
         self.kind = record(top, vocab, width)

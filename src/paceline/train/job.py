@@ -135,7 +135,7 @@ def _cache(
     key = {"target": target, "precision": "fp32" if exact else "bf16", "length": longest}
     sources = list(zip([*job.sources, *(job.held_out if job.scored else ())], examples, strict=False))
     shape = context.target.config
-    cache = TopCache(job.cache, sources, key, TOP, shape.vocab_size, shape.d_model, recipe.states)
+    cache = TopCache(job.cache, sources, key, TOP, shape.vocab_size, shape.d_model if recipe.states else 0)
     count = len(job.sources)
     batches: Iterable[TokenBatch] = (
         batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -257,11 +258,11 @@ class Trainer:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.out).free
+            with tempfile.TemporaryFile(dir=self.out):
+                pass
         except OSError as error:
             raise ConfigError(f"--out {self.out}", f"it cannot be written to ({error})", "name another") from error
         needed = 3 * sum(p.numel() * p.element_size() for p in self.trained.values())  # AdamW holds two more of each
-        if not os.access(self.out, os.W_OK):
-            raise ConfigError(f"--out {self.out}", "it cannot be written to", "name another")
         if free < needed:
             wrong = f"a checkpoint takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
             raise ConfigError(f"--out {self.out}", wrong, "free space there, or name another")

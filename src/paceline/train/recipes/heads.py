@@ -270,8 +270,7 @@ class HeadRecipe:
         ``acceptance/DOMAIN/S``: of the rows where the likeliest token of every step before S was the target's own, the
         share where that of step S is (the conditional acceptance of Lyanna's Table 1, for chains).
         ``acceptance_top4/..``: the same where a step counts if the target's token is among its four likeliest.
-        ``accepted/DOMAIN``: mean length of the run of agreements, a chain's accepted tokens. ``ce/DOMAIN/S``:
-        cross-entropy of step S with the text.
+        ``accepted/DOMAIN``: mean length of the run of agreements, a chain's accepted tokens.
         """
         figures: dict[str, float] = {}
         for domain in self.held_out:
@@ -287,12 +286,12 @@ class HeadRecipe:
         parts = [part for domain in self.held_out for part in self._judged(domain)]
         if not parts:
             return ()
-        hits, _, exists = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
+        hits, exists = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
         rates = hits.float().sum(1) / exists.sum(1, keepdim=True)
         whole = bool(exists.any(1).all())
         return tuple(tuple(round(rate, 5) for rate in row) for row in rates.tolist()) if whole else ()
 
-    def _judged(self, domain: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _judged(self, domain: str) -> list[tuple[Tensor, Tensor]]:
         """Return, by step and anchor of each batch, what `held_out_figures` counts."""
         device, sums = self.target.head_weight.device, []
         batches = [batch.to(device) for batch in self.held_out[domain]]
@@ -302,14 +301,12 @@ class HeadRecipe:
             anchors, steps = choose_anchors(batch), self.options.depth
             if not len(anchors):
                 continue
-            hits, losses, exists = [], [], []
+            hits, exists = [], []
             for step, state in enumerate(self.predict(true, batch, anchors, steps, self.target.embed), 1):
                 ahead = Ahead.of(batch, anchors.index, step)
-                hit, loss = self._guess(state, ahead, says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows])
                 exists.append(ahead.weights > 0)
-                hits.append(hit & exists[-1][:, None])
-                losses.append(loss)
-            sums.append((torch.stack(hits), torch.stack(losses), torch.stack(exists)))
+                hits.append(self._guess(state, ahead, says.flatten()[ahead.rows]) & exists[-1][:, None])
+            sums.append((torch.stack(hits), torch.stack(exists)))
         return sums
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -320,21 +317,17 @@ class HeadRecipe:
         says[counted] = argmax(true[counted], self.target.head_weight)
         return true, says
 
-    def _guess(self, state: Tensor, ahead: Ahead, says: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [R, ranks] whether the target's token is the likeliest, the next one, .
-
-        And [R] -log q of the text's.
-        """
+    def _guess(self, state: Tensor, ahead: Ahead, says: Tensor) -> Tensor:
+        """Return [R, ranks] bool: the target's token is the likeliest, the next one, and so on."""
         hidden, head = self._logit_factors(state, ahead)
         tokens = len(head)
         if self.hot is not None:  # the last row is drafted for none of the others
-            tokens, says, text = tokens - 1, self._places[says], self._places[text]
-        hits, losses = [], []
+            tokens, says = tokens - 1, self._places[says]
+        hits = []
         for part in torch.arange(len(state), device=state.device).split(max(1, EVALUATED_LOGITS // len(head))):
-            logits = F.linear(hidden[part].to(head.dtype), head).float()
-            losses.append(F.cross_entropy(logits, text[part], reduction="none"))
-            hits.append(logits[:, :tokens].topk(min(RANKS, tokens), dim=-1).indices == says[part, None])
-        return torch.cat(hits), torch.cat(losses)
+            logits = F.linear(hidden[part].to(head.dtype), head[:tokens])
+            hits.append(logits.topk(min(RANKS, tokens), dim=-1).indices == says[part, None])
+        return torch.cat(hits)
 
     def export(self, folder: Path) -> dict[str, Any]:
         """Write what users load."""
@@ -342,12 +335,11 @@ class HeadRecipe:
         return {}
 
 
-def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, float]:
+def held_out_figures(hits: Tensor, exists: Tensor) -> dict[str, float]:
     """Return the figures of `HeadRecipe.evaluate`; names hold ``{}`` where the domain goes.
 
     Args:
         hits: [steps, R, ranks] bool, whether the target's token is the likeliest, the next one, ..
-        losses: [steps, R] -log q of the text's token.
         exists: [steps, R] bool, whether there is a token to be emitted.
     """
     best = torch.stack((hits[..., 0], hits[..., :BRANCHES].any(-1)), 1)  # [steps, 2, R]
@@ -360,6 +352,4 @@ def held_out_figures(hits: Tensor, losses: Tensor, exists: Tensor) -> dict[str, 
         for place, name in enumerate(("acceptance", f"acceptance_top{BRANCHES}")):
             if counted[place].any():
                 figures[f"{name}/{{}}/{step}"] = float(right[place].sum()) / int(counted[place].sum())
-        if exists[step - 1].any():
-            figures[f"ce/{{}}/{step}"] = float(losses[step - 1][exists[step - 1]].mean())
     return figures
