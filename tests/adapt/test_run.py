@@ -49,10 +49,6 @@ def config(target: Path, prompts: Path, out: Path, **changes: Any) -> AdaptConfi
     return AdaptConfig(**(given | changes))
 
 
-def spent_s(out: Path) -> float:
-    return float(json.loads((out / STATE).read_text())["spent_s"])
-
-
 def quiet(text: str) -> None:
     """Nobody is told."""
 
@@ -72,7 +68,6 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
     assert any("tokens of answers" in line for line in said)
     assert shown and all(line.split(", ")[-1] <= "0:30:00 left" for line in shown)
     assert made.trials == 4 * 5
-    assert spent_s(out) < 1.1 * HOURS * 3600
     assert (made.sequences, made.equal) == (15, 15)
     assert {*made.times_plain} == {"look-ups", "new", "hybrid"}
     card = json.loads((out / "drafter" / "zoo.json").read_text())
@@ -132,7 +127,8 @@ def test_too_short_a_time_and_too_large_a_model_are_refused_with_what_would_do(
     assert found is not None
     enough = adapt(replace(short, hours=float(found[1])), quiet, quiet)  # goes on from the survey, and ends in time
     assert enough.trials >= 12
-    assert spent_s(tmp_path / "short") < 1.5 * 3600 * float(found[1])  # other work on the machine may come and go
+    spent_s = json.loads((tmp_path / "short" / STATE).read_text())["spent_s"]
+    assert spent_s < 1.5 * 3600 * float(found[1])  # other work on the machine may come and go
     monkeypatch.setattr(whole, "LEAST_ANSWERS", 10**9)
     with pytest.raises(ConfigError, match=r"longer than that .* Give --hours \d+"):
         adapt(config(target, prompts, tmp_path / "little"), quiet, quiet)
