@@ -127,8 +127,7 @@ def test_too_short_a_time_and_too_large_a_model_are_refused_with_what_would_do(
     assert found is not None
     enough = adapt(replace(short, hours=float(found[1])), quiet, quiet)  # goes on from the survey, and ends in time
     assert enough.trials >= 12
-    spent_s = json.loads((tmp_path / "short" / STATE).read_text())["spent_s"]
-    assert spent_s < 1.5 * 3600 * float(found[1])  # other work on the machine may come and go
+    assert json.loads((tmp_path / "short" / STATE).read_text())["spent_s"] < 1.5 * 3600 * float(found[1])
     monkeypatch.setattr(whole, "LEAST_ANSWERS", 10**9)
     with pytest.raises(ConfigError, match=r"longer than that .* Give --hours \d+"):
         adapt(config(target, prompts, tmp_path / "little"), quiet, quiet)
