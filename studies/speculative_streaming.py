@@ -12,14 +12,13 @@ Source: Speculative Streaming: Efficient and Scalable Speculative Decoding with 
 
 from __future__ import annotations
 
-from streaming import acceptance, applications, components, segments, states, sweeps, two_models
+from streaming import applications, components, segments, states, sweeps, two_models
 from streaming.common import study
 
 PARTS = (
     components,
     sweeps,
     two_models,
-    acceptance,
     applications,
     states,
     segments,

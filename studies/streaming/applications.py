@@ -59,7 +59,7 @@ def application_grid(task: str, folders: Mapping[str, str], draft: str) -> Grid:
             application=ADAPTER,
         ),
         drafts(PLAIN, 0),
-        drafts("chain", chain=True),
+        drafts("chain", k=1),
         *(drafts(f"best {nodes}", k=3, nodes=nodes) for nodes in (8, CUT)),
         drafts("auto budget", "auto", k=3, nodes=CUT),
     ]

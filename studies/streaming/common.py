@@ -121,7 +121,7 @@ class TrainedSet:
     def chain_and_cut(self, where: str = "", x: float | str | None = None, **options: Any) -> list[Entry]:
         """A chain, and a tree of the best `CUT` nodes."""
         return [
-            Entry(self.method(f"chain{where}", chain=True, **options), "chain", x),
+            Entry(self.method(f"chain{where}", k=1, **options), "chain", x),
             Entry(self.method(f"best {CUT}{where}", k=3, nodes=CUT, **options), f"best {CUT} nodes", x),
         ]
 

@@ -69,7 +69,7 @@ def figure_18(ask: StreamingFlags) -> Grid:
     trained = TrainedSet.read(str(ask.set))
     pruned = {"at": "nodes", "prune_threshold": PRUNED_AT, **trained.tree(3)} if trained.config.prune_rank else {}
     entries = [
-        Entry(trained.method("best path", chain=True), "best path"),
+        Entry(trained.method("best path", k=1), "best path"),
         Entry(trained.method("tree", k=3, nodes=CUT, best_path_batch=ANY_BATCH), f"best {CUT} nodes"),
         Entry(trained.method("auto", k=3, nodes=USUAL, budget="auto"), "auto budget"),
     ]

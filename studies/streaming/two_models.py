@@ -43,7 +43,7 @@ def table_5(ask: StreamingFlags) -> Iterator[Table | None]:
     trained = TrainedSet.read(str(ask.set))
     entries = [Entry(two_models(ask.draft_model, depth), TWO_MODELS) for depth in ask.few(DEPTHS)]
     entries += [Entry(Method(name=name, drafter=name.replace("-", "")), LOOK_UPS) for name in ("n-gram", "suffix")]
-    entries += [Entry(trained.method("streams, chain", chain=True), ONE_MODEL)]
+    entries += [Entry(trained.method("streams, chain", k=1), ONE_MODEL)]
     entries += [Entry(trained.method(f"streams, best {n}", k=3, nodes=n), ONE_MODEL) for n in (8, CUT)]
     grid = grid_of([trained], "a draft model of its own", entries, choose=CHOOSE)
     grid.config(ask)

@@ -80,7 +80,7 @@ def _plain_engine(ask: Expand) -> Engine:
     """A block holds any text: no block is ever full, so none is found again."""
     drafter, names = None, [] if ask.application is None else [ask.application]
     if ask.application == SHARED:  # the streams are part of the answer, and only this drafter brings them
-        drafter = StreamsDrafter(StreamsConfig(chain=True), lossless_streams(ask.world))
+        drafter = StreamsDrafter(StreamsConfig(k=1), lossless_streams(ask.world))
     room = 4 * 512
     return build(ask.world, drafter, names, budget=0, kv_tokens=room, block_size=512, max_sequences=1)
 

@@ -52,7 +52,7 @@ class LLMConfig(LLMOptions):
         if not off and self.drafter is None:
             subject = f"budget={shown(self.budget)} without a drafter"
             raise ConfigError(subject, "there is no drafter", "name one: drafter='ngram'")
-        if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
+        if self.exact and VERIFIERS[self.verifier].needs_q:
             subject, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
             raise CapabilityError(subject, "its ids depend on the drafter by design", remedy)
         filled = parse_round(self.round)

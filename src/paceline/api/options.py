@@ -13,7 +13,7 @@ from ..core.options import check, option
 from ..draft.registry import DrafterConfig
 
 ROUNDS = ("serial", "fused", "mirror", "pipeline")
-VERIFIERS = ("sample_and_match", "rejection", "block", "lossy_stream_rejection")
+VERIFIERS = ("sample_and_match", "rejection", "block")
 AUTO_ROUND = AUTO_DRAFTER = "auto"
 MODEL = "embedded model (see `paceline models`), folder, GGUF file or hub name"
 DRAFTER = (
@@ -56,7 +56,7 @@ class LLMOptions:
     insecure_cluster: bool = option(False, help="take a cluster without a token")
     verifier: str = option(
         VERIFIERS[0],
-        help="sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection",
+        help="sample_and_match, or rejection or block (for drafts that carry q)",
         choices=VERIFIERS,
     )
     budget: int | str | Mapping[int | str, int] | None = option(

@@ -91,9 +91,8 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, rounded: bool = 
     if not method.ours:
         return f"{method.engine} draws with noise of its own"
     kind = VERIFIERS.get(verifier := method.settings.get("verifier", DEFAULT_VERIFIER))
-    if kind is not None and (kind.needs_q or kind.lossy):
-        what = "gives plain decoding's distribution, not its ids"
-        return f"verifier {verifier!r} {what}" if kind.needs_q else f"verifier {verifier!r} is lossy"
+    if kind is not None and kind.needs_q:
+        return f"verifier {verifier!r} gives plain decoding's distribution, not its ids"
     return None
 
 

@@ -103,50 +103,6 @@ def block(
     return _block_chain(drafts)
 
 
-def lossy_stream_rejection(
-    trees: Sequence[TokenTree],
-    p: Tensor,
-    accept_uniform: Tensor,
-    residual_gumbel: ResidualGumbel,
-) -> list[Accepted]:
-    """Apply the rejection rule of Speculative Streaming on a tree of likeliest tokens; lossy: the output is not p's.
-
-    A node is accepted with probability min(1, p(x) / q(x)), where q is its stream's distribution; of the accepted paths
-    the longest one is emitted (of equals the first), and the next token is drawn from p after it. On a tree that was
-    not drawn from q this shifts the output towards likely tokens.
-
-    Args:
-        trees: [B] drafts with scores; log q of a node is its score less its parent's.
-        p, accept_uniform, residual_gumbel: as for `rejection`.
-
-    Raises:
-        ConfigError: a tree with drafted nodes and no scores, or shapes that do not fit.
-
-    Source: Speculative Streaming, eq. 9 and appendix F.
-    """
-    if any(len(tree) > len(tree.scores) for tree in trees):
-        raise ConfigError(
-            "stream rejection of a tree without scores",
-            "it needs the drafter's probability of every node",
-            "give every node a score, or verify with sample_and_match",
-        )
-    _check_shapes(trees, p, accept_uniform, "stream rejection")
-    paths = []
-    for b, tree in enumerate(trees):
-        p_token = p[b, tree.parents, tree.tokens].double()
-        log_q = [score - tree.score(parent) for score, parent in zip(tree.scores, tree.parents, strict=True)]
-        q_token = torch.tensor(log_q, dtype=torch.float64, device=p.device).exp()
-        passed = (accept_uniform[b, 1 : len(tree) + 1].double() * q_token < p_token).tolist()
-        accepted_paths: list[list[int] | None] = [[]]  # the accepted path to each node
-        for node, (parent, ok) in enumerate(zip(tree.parents, passed, strict=True), start=1):
-            before = accepted_paths[parent]
-            accepted_paths.append([*before, node] if ok and before is not None else None)
-        paths.append(max((path for path in accepted_paths if path is not None), key=len))
-    frontier = torch.tensor([path[-1] if path else 0 for path in paths], device=p.device)
-    rows = p[torch.arange(len(paths), device=p.device), frontier].double()
-    return [*zip(paths, _draw(rows, frontier, residual_gumbel), strict=True)]
-
-
 # ---- rejection
 
 
@@ -163,7 +119,13 @@ class _Drafts:
                 " sampled or q was dropped because a choice among the nodes changed the drawn set",
                 "draft with sampled proposals within the budget, or verify with sample_and_match, which takes any tree",
             )
-        _check_shapes(trees, p, accept_uniform, what)
+        size = len(trees), 1 + max(map(len, trees))
+        if p.dim() != 3 or p.shape[:2] != size or accept_uniform.shape != size:
+            raise ConfigError(
+                f"{what} with p {tuple(p.shape)} and accept_uniform {tuple(accept_uniform.shape)}",
+                f"the trees are {size[0]} x {size[1]} nodes",
+                "give p as [B, N, V] and accept_uniform as [B, N]",
+            )
         first = next((row for tree in trees for row in tree.q.values()), p)
         self.p, self.q = p, torch.zeros(p.shape, dtype=first.dtype, device=p.device)
         for b, tree in enumerate(trees):
@@ -276,16 +238,6 @@ def _block_chain(drafts: _Drafts) -> list[Accepted]:
 
 
 # ---- shared parts
-
-
-def _check_shapes(trees: Sequence[TokenTree], p: Tensor, accept_uniform: Tensor, what: str) -> None:
-    size = len(trees), 1 + max(map(len, trees))
-    if p.dim() != 3 or p.shape[:2] != size or accept_uniform.shape != size:
-        raise ConfigError(
-            f"{what} with p {tuple(p.shape)} and accept_uniform {tuple(accept_uniform.shape)}",
-            f"the trees are {size[0]} x {size[1]} nodes",
-            "give p as [B, N, V] and accept_uniform as [B, N]",
-        )
 
 
 def _positive_part(p: Tensor, q: Tensor) -> Tensor:

@@ -82,20 +82,12 @@ class VerifierKind:
     verify: Verifier | None = None  # None: the target's own choices are followed along the tree
     needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter
     chains_only: bool = False
-    lossy: bool = False  # the output is not the target's distribution; the word is in its name
-    reads_scores: bool = False  # weighs p against the scores of likeliest tokens that the target's own pass drafts
-
-    @property
-    def ids_depend_on_drafter(self) -> bool:
-        """Return whether another drafter may give other ids, so that ``exact`` cannot hold."""
-        return self.needs_q or self.lossy
 
 
 VERIFIERS: dict[str, VerifierKind] = {
     DEFAULT_VERIFIER: VerifierKind(),
     "rejection": VerifierKind(_against_q(verify.rejection), needs_q=True),
     "block": VerifierKind(_against_q(verify.block), needs_q=True, chains_only=True),
-    "lossy_stream_rejection": VerifierKind(_against_q(verify.lossy_stream_rejection), lossy=True, reads_scores=True),
 }
 
 
@@ -116,13 +108,6 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
             f"verifier={name!r} with {drafter}",
             "it needs drafts that were drawn from a known distribution",
             f"use draft_model with proposes=sampled, or verifier={DEFAULT_VERIFIER!r}",
-        )
-    if kind.reads_scores and (spec is None or not spec.in_pass or spec.parts or spec.proposes != "point"):
-        drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
-        raise CapabilityError(
-            f"verifier={name!r} with {drafter}",
-            "it weighs the target against what rows of its own pass have drafted",
-            f"use a drafter in the target's pass with proposes=point, or verifier={DEFAULT_VERIFIER!r}",
         )
     if kind.chains_only and spec is not None and spec.tree:
         raise CapabilityError(

@@ -16,12 +16,8 @@ from kits.tiny import assemble, run, streams, tiny_config, tiny_decoder, tiny_st
 from paceline import LLM
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
-from paceline.core.tree import TokenTree
-from paceline.core.verify import lossy_stream_rejection
 from paceline.draft.levels import best_nodes
-from paceline.draft.ngram import NgramConfig
 from paceline.draft.registry import DrafterContext
-from paceline.engine.verification import VERIFIERS, make_verifier
 from paceline.model.adapters import AdapterConfig
 from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 from paceline.papers.streaming.pruning import surviving
@@ -103,39 +99,6 @@ def test_a_set_of_other_weights(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="trained for that one, whose weights differ from those of this one"):
         config.build(DrafterContext(target_folder=target, target="this one"))
     assert isinstance(config.build(DrafterContext(dtype=torch.float64)), StreamsDrafter)
-
-
-def test_the_lossy_verifier_wants_the_streams_own_probabilities() -> None:
-    kind = VERIFIERS["lossy_stream_rejection"]
-    assert kind.lossy and kind.ids_depend_on_drafter and not VERIFIERS["sample_and_match"].ids_depend_on_drafter
-    for spec in (None, streams().spec, NgramConfig().build(DrafterContext()).spec):
-        with pytest.raises(CapabilityError, match="rows of its own pass have drafted"):
-            make_verifier("lossy_stream_rejection", spec)
-    make_verifier("lossy_stream_rejection", streams(proposes="point").spec)
-
-
-def _noise(b: int, node: int) -> torch.Tensor:
-    return torch.zeros(4, dtype=torch.float64)
-
-
-def test_lossy_acceptance_by_hand() -> None:
-    """min(1, p / q) at each node, the longest accepted path, p itself behind it."""
-    q = [0.5, 0.25, 0.8, 0.5]  # of nodes 1 .. 4 given their parents
-    parents, tokens = [0, 0, 2, 3], [1, 2, 3, 0]
-    tree = TokenTree()
-    for chance, parent, token in zip(q, parents, tokens, strict=True):
-        tree.add(parent, token, math.log(chance) + tree.score(parent))
-    p = torch.full((1, 5, 4), 0.25, dtype=torch.float64)
-    p[0, 0] = torch.tensor([0.1, 0.2, 0.25, 0.45])
-    p[0, 2, 3] = 0.4
-    for uniforms, path in (
-        ([0.0, 0.39, 0.99, 0.49, 0.49], [2, 3, 4]),  # 0.4, 1, 0.5 and 0.5 are the chances
-        ([0.0, 0.39, 0.99, 0.49, 0.51], [2, 3]),
-        ([0.0, 0.39, 0.99, 0.51, 0.0], [1]),
-        ([0.0, 0.41, 0.99, 0.51, 0.0], [2]),
-    ):
-        found = lossy_stream_rejection([tree], p, torch.tensor([uniforms], dtype=torch.float64), _noise)
-        assert found == [(path, int(p[0, path[-1]].argmax()))]
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.sequence import Sequence
@@ -52,11 +50,10 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
     gamma: int | None = option(
         None, help="streams to draft with; default: as many as were trained", minimum=1, maximum=MAX_STREAMS
     )
-    k: int = option(3, help="tokens taken from each stream: children of a node", minimum=1, maximum=64)
+    k: int = option(3, help="tokens taken from each stream: children of a node; 1: a chain", minimum=1, maximum=64)
     nodes: int | None = option(
         None, help="most nodes of a draft, before pruning; default: the full tree", minimum=1, maximum=MAX_NODES
     )
-    chain: bool = option(False, help="the best path alone, whatever k is")
     prune_threshold: float | None = option(
         None, help="prune nodes whose early-exit probability given their parent is below this (0 to 1)"
     )
@@ -69,40 +66,21 @@ class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
         help="rows that carry streams: every kept node in the same pass, or the last accepted one, after verification "
         "unless it was likely enough to carry them in the pass",
     )
-    proposes: Literal["point", "coupled", "sampled"] = proposes_option(sampled=True)
+    proposes: Literal["point", "coupled"] = proposes_option()
 
     def validate(self) -> None:
         """Refuse options that contradict each other."""
-        off = self.resample == "off"
-        drawn = self.proposes == "sampled"
-        self.require("resample", off or not drawn, "cannot go with proposes=sampled: a drawn chain has no second one")
-        self.require("resample", off or not self.chain, "cannot go with chain, which is the best path alone")
         threshold = self.prune_threshold
         self.require("prune_threshold", threshold is None or 0 < threshold < 1, "must be above 0 and below 1")
-        self.require(
-            "proposes",
-            not drawn or not self.prunes,
-            "cannot be sampled with pruning: whether a node is checked must not depend on the draw",
-        )
 
     @property
     def prunes(self) -> bool:
         """Return whether trees are pruned in mid-pass."""
         return self.prune_threshold is not None or self.prune_count is not None
 
-    @property
-    def is_chain(self) -> bool:
-        """Return whether drafts never branch."""
-        return self.chain or self.k == 1 or self.proposes == "sampled"
-
-    @property
-    def best(self) -> int:
-        """Best tokens of a stream that drafts are made of; 0: they need whole distributions."""
-        return 0 if self.proposes == "sampled" else 1 if self.is_chain else self.k
-
     def num_nodes(self, gamma: int) -> int:
         """Drafted nodes of a full draft: k + k^2 + .. + k^gamma, or the cap."""
-        full = gamma if self.is_chain else sum(self.k**g for g in range(1, gamma + 1))
+        full = sum(self.k**g for g in range(1, gamma + 1))
         size = full if self.nodes is None else min(self.nodes, full)
         self.require("k", size <= MAX_NODES, f"makes a tree of {size} nodes over {gamma} streams: set nodes")
         return size
@@ -140,7 +118,7 @@ class StreamsDrafter(Drafter):
             proposes=config.proposes,
             level_logits=True,
             default_budget=self._resampling.most,
-            tree=not config.is_chain or self._resampling.on,
+            tree=config.k > 1 or self._resampling.on,
             sources=self._resampling.sources(config.kind),
             in_pass=True,
         )
@@ -204,13 +182,11 @@ class StreamsDrafter(Drafter):
     def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One tree a sequence; the root alone where its last node carried no streams."""
         depths = [self._depth(*row) for row in want.rows()]
-        if self.config.proposes == "sampled":
-            return [self._drawn(view, depth) for view, depth in zip(want.sequences, depths, strict=True)]
         batch = sum(depth > 0 for depth in depths) >= self.config.best_path_batch
         leftovers = [self._resampling.take(*row) for row in want.rows()]
         if batch:  # the best path alone
             leftovers = [None] * len(leftovers)
-        return self._merged(want, depths, leftovers, 1 if batch or self.config.is_chain else self.config.k)
+        return self._merged(want, depths, leftovers, 1 if batch else self.config.k)
 
     # -- the tree
 
@@ -244,19 +220,6 @@ class StreamsDrafter(Drafter):
         heard = cut(self._stream_scores[view.key], 0, self.config.gamma)
         self._resampling.keep(view, heard)
         return heard
-
-    # -- drawn chains
-
-    def _drawn(self, sequence: Sequence, depth: int) -> TokenTree:
-        """One token from each stream, drawn with noise of its own, and the distributions they came from."""
-        heard = self._stream_scores.get(sequence.key)
-        if not depth or not isinstance(heard, Tensor):
-            return TokenTree()
-        first, sampler = len(sequence.tokens), sequence.sampler
-        q = sampler.probs(heard[:depth])  # [depth, V]
-        tokens = sampler.draw(q, [*range(first, first + len(q))])
-        log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
-        return TokenTree(tokens.tolist(), [*range(len(q))], [*accumulate(log_q)], q=dict(enumerate(q)))
 
 
 def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:

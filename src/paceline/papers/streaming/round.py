@@ -98,12 +98,11 @@ class StreamHook(PassHook):
     def __init__(self, round_: FusedRound, p: Pass, carriers: list[StreamAnchors], prunes: bool) -> None:
         self.rules, self.target, self.pool = round_.rules, round_.target, round_.pool
         self.p, self.carriers, self.drops = p, carriers, prunes
-        # One compiled call takes streams of one lossless set, none of them drawn, and of sequences without rules other
-        # than temperature and truncations.
+        # One compiled call takes streams of one lossless set, and of sequences without rules other than temperature
+        # and truncations.
         samplers = [p.works[c.work].sequence.sampler for c in carriers]
         alike = all(c.streams is carriers[0].streams and not c.shared for c in carriers)
-        draws = (self.rules.best > 0 or not carriers) and all(s.plain or s.draws for s in samplers)
-        self.compiles = not prunes and alike and draws
+        self.compiles = not prunes and alike and all(s.plain or s.draws for s in samplers)
         self.layers = sorted({c.insertion for c in carriers})
         self._insertion: StreamInsertion | None = None
         self._run: StreamRun | None = None  # of a compiled pass
@@ -114,7 +113,7 @@ class StreamHook(PassHook):
     def prepare(self, stack: Stack, pool: KVPool) -> None:
         """Choose the nodes that carry streams in the pass."""
         if self.carriers:
-            form = self.rules.at == "nodes", self.rules.best, self.rules.proposes == "coupled"
+            form = self.rules.at == "nodes", self.rules.k, self.rules.proposes == "coupled"
             self._run = stream_run(self.p, self.carriers, *form, pool, self.target)
             self.rows = self._run.rows
 
