@@ -14,6 +14,6 @@ def test_a_cut_that_is_named() -> None:
     assert isinstance(named, PipelineConfig) and named.bounds(12) == [0, 5, 9, 12]
     with pytest.raises(ConfigError, match="12 layers, and the target has 8"):
         named.bounds(8)
-    for bad in ("layers=5x7", "layers=5x0x7", "layers=a", "rows=0", "texts=0", "accept=loose"):
+    for bad in ("layers=5x7", "layers=5x0x7", "layers=a", "rows=0", "texts=0"):
         with pytest.raises(ConfigError, match=bad.split("=")[0]):
             parse_round(f"pipeline,stages=3,{bad}")

@@ -58,9 +58,6 @@ class LLMConfig(LLMOptions):
         filled = parse_round(self.round)
         if filled is not None and filled.place is not None and filled.place.device:
             parse_device(filled.place.device)
-        if self.exact and filled is not None and filled.accept != "strict":
-            subject = f"exact=True with round={shown(self.round)}"
-            raise CapabilityError(subject, "output of a lossy rule depends on the drafter", "leave out accept")
 
     def resolve(self) -> Source:
         """Find the model, and read its configuration.

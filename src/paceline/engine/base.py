@@ -157,7 +157,6 @@ class RoundConfig(NamedConfig):
     automatic: ClassVar[bool] = True  # whether it may be chosen where the user names no round
     weighs: ClassVar[bool] = True  # whether the automatic budget, which adds times of drafts and passes, fits it
     stages = 0  # parts of the target's layers that it fills; 0: it runs them as a whole
-    accept = "strict"  # with another rule ids depend on the drafter
 
     @property
     def place(self) -> WorkerPlace | None:

@@ -41,11 +41,6 @@ class PipelineConfig(AheadConfig):
     texts: int | None = option(
         None, help="requests whose text enters together: running / stages make micro-batches; none: all", minimum=1
     )
-    accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
-        "strict",
-        help="the target's choice; or, lossy, its favourite of the drafts that cost no tick, or the best draft "
-        "in its top-p set, of p = 0.9",
-    )
     source: Literal["here", "process"] = option(
         "here", help="drafts in this process, between the ticks, or next to the stages in a process of its own"
     )
@@ -63,8 +58,7 @@ class PipelineConfig(AheadConfig):
         if spec is None or not (spec.ahead or spec.window):  # nothing is drafted
             if self.place is not None:
                 return "no drafter is named that a process could serve", remedy
-            named = ["rows"] * (self.rows is not None) + ["accept"] * (self.accept != "strict")
-            return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
+            return None if self.rows is None else ("rows is for drafts, and no drafter is named", remedy)
         if low := [tap for tap in spec.taps if tap != LAST]:
             return f"{spec.name} reads states after layer {low[0]}, and the stages give those of the last alone", remedy
         return self.misfit(spec, f"which ends {self.stages} ticks too late", remedy)

@@ -15,11 +15,9 @@ Source: SpecPipe, sections 3.2, 3.3.2 and 3.3.3, algorithm 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +37,6 @@ class Node:
     score: float = 0.0  # log of the chance of its path, up to a number that all nodes share
     source: int = NONE  # its number in the source's tree
     row: int = NONE  # of its K/V after the committed text; `NONE`: it has not entered the pipeline
-    tick: int = NONE  # in which it entered
     requested: bool = False  # whether children were requested
     mark: int = 0  # of the drafter that proposed it
 
@@ -53,13 +50,6 @@ class Cut:
     hit: bool  # whether the token was in flight: else the pipeline starts again with it
     alive: frozenset[int]  # nodes that are left, of those that had been added before; none: a flush
     rows: tuple[int, ...]  # of K/V that stay, ascending; the first is the old root's, which is text now
-
-
-class Draft(NamedTuple):
-    """A child of the root that is in flight."""
-
-    score: float  # log of the chance of its path
-    reach: tuple[int, float]  # place of the deepest node below it, and how early the earliest of these entered
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,19 +182,14 @@ class InFlightTree:
         """Nodes that have not entered the pipeline, parents first."""
         return [number for number, node in self.nodes.items() if node.row == NONE]
 
-    def enter(self, width: int, tick: int = 0) -> list[int]:
+    def enter(self, width: int) -> list[int]:
         """Return the level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
 
         Their rows lie after those that have entered.
-
-        Args:
-            width: of the level.
-            tick: the pipeline's count, by which late siblings are distinguished from their level.
         """
         entering = self.waiting[:width]
         for number in entering:
-            node = self.nodes[number]
-            node.row, node.tick, self.rows = self.rows, tick, self.rows + 1
+            self.nodes[number].row, self.rows = self.rows, self.rows + 1
         return entering
 
     def path(self, number: int) -> list[int]:
@@ -231,19 +216,6 @@ class InFlightTree:
     def child(self, token: int) -> Node | None:
         """Return the root's child with this token."""
         return self.nodes.get(self.number(self.root, token))
-
-    def in_flight(self) -> dict[int, Draft]:
-        """Return the root's children that have entered, by token."""
-        reach: dict[int, tuple[int, float]] = {}
-        drafts = {}
-        for number in reversed(self.nodes):  # children before their parents
-            node = self.nodes[number]
-            rank = node.place, -math.inf if node.row == NONE else float(-node.tick)
-            below = reach[number] = max(rank, reach.get(number, rank))
-            reach[node.parent] = max(below, reach.get(node.parent, below))
-            if node.parent == self.root and node.row != NONE:
-                drafts[node.token] = Draft(node.score, below)
-        return drafts
 
     def holds(self, token: int) -> bool:
         """Return whether the root's child with this token is in flight."""

@@ -32,7 +32,6 @@ from ...engine.passes import record_prompt
 from ...engine.verification import choose_nodes
 from ...model.stage_line import StageLine
 from ...model.stages import TEXT, Frame, StageRows
-from . import lossy
 from .flight import Cut, InFlightTree, Offer
 from .records import Running, Tick
 from .source import Source
@@ -58,7 +57,6 @@ class PipelineRound:
     def __init__(self, config: PipelineConfig, parts: RoundParts, stage_line: StageLine, source: Source | None) -> None:
         self.config, self.target, self.pool, self.drafter = config, parts.target, parts.pool, parts.drafter
         self.stage_line, self.source = stage_line, source
-        self._accept = lossy.RULES[config.accept]
         self._spec = None if parts.drafter is None else parts.drafter.spec
         self.sources = () if self._spec is None else self._spec.choices
         self.past = 0 if self._spec is None else self._spec.past
@@ -76,7 +74,6 @@ class PipelineRound:
         self._verdicts: list[Cut] = []  # of the tick
         self._came: Mapping[int, abc.Sequence[Offer]] = {}  # in the tick, by sequence
         self._added = 0, 0  # refills and late siblings of the tick
-        self._tick_count = 0
         self._ticks = 0  # since the last frame that has rows entered
         # Rows of the frames in flight; 0: of text, which are independent of w.
         self._torn = False  # whether a step has begun, or ended in its middle
@@ -152,7 +149,6 @@ class PipelineRound:
 
     def tick(self) -> Tick:
         """Advance everything by one tick."""
-        self._tick_count += 1
         frame = self._frame()
         self._look()
         self._asked(self._ask)
@@ -232,7 +228,7 @@ class PipelineRound:
             self._begin(running, work)
             assert running.flight is not None
             nodes[-1] = running.flight.root
-            running.flight.enter(1, tick=self._tick_count)
+            running.flight.enter(1)
         return part
 
     def _begin(self, running: Running, work: Work) -> None:
@@ -251,7 +247,7 @@ class PipelineRound:
         flight = running.flight
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
-        level = flight.enter(min(width, self._room(running)), tick=self._tick_count)
+        level = flight.enter(min(width, self._room(running)))
         running.counted.update(flight.nodes[number].mark for number in level)
         return self._rows(running, flight, level) if level else None
 
@@ -397,9 +393,6 @@ class PipelineRound:
             row = part.nodes.index(flight.root)
             logits = self.target.read(hidden[row : row + 1])
             token = int(choose_nodes(sequence, logits)[0])
-            if self._accept is not None and sequence.fault is None:  # a lossy rule may find another
-                accepted = self._accept(sequence.sampler.process(logits)[0], flight.in_flight())
-                token = token if accepted is None else accepted
             emitted = self._emit(running, token, logits)
             if not emitted or sequence.finished:
                 return count + emitted, hits
