@@ -116,7 +116,7 @@ class StaticTreeRound(PipelineRound):
         level = [n for n in flight.waiting if flight.nodes[n].place <= deepest][:most]
         for number in level:
             node = flight.nodes[number]
-            node.row, node.tick, flight.rows = flight.rows, self._tick_count, flight.rows + 1
+            node.row, flight.rows = flight.rows, flight.rows + 1
         running.counted.update(flight.nodes[number].mark for number in level[1:])
         return self._rows(running, flight, level)
 

@@ -1,4 +1,4 @@
-"""Conditional acceptance, step by step (table 1), and naive beam sampling against Algorithm 1 (section 5.2)."""
+"""Conditional acceptance, step by step (table 1)."""
 
 from __future__ import annotations
 
@@ -206,23 +206,3 @@ def losses(found: Found) -> list[str]:
         for arm, line in of.items()
         if arm != TRAINED
     ]
-
-
-@study.figure(needs=("lyanna",), takes=("without_info",), prompts=8)
-def beam_against_algorithm_1(ask: LyannaFlags) -> Grid:
-    """Naive beam sampling against Algorithm 1, by nodes (section 5.2); and a drafter that never had token-info."""
-    shape_of(ask.lyanna)
-    ways: dict[str, tuple[str | None, dict[str, Any]]] = {
-        "Algorithm 1": (ask.lyanna, {"sampling": "token_info"}),
-        "beam sampling": (ask.lyanna, {"sampling": "beam"}),
-    }
-    if ask.without_info:
-        if shape_of(ask.without_info).rank:
-            raise ConfigError(f"--without-info {ask.without_info}", "it has token-info", "name one trained without")
-        ways["beam sampling, trained without token-info"] = ask.without_info, {"sampling": "beam"}
-    entries = [
-        Entry(lyanna(f"{way}, {n}", folder, n, **FRESH_TREE, nodes=n, proposes="point", **more), way, n)
-        for n in ask.few(SWEPT_NODES)
-        for way, (folder, more) in ways.items()
-    ]
-    return Grid(title="Beam sampling against Algorithm 1", entries=entries, x_label="nodes verified")

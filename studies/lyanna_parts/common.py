@@ -23,7 +23,7 @@ ROWS = 12  # drafted nodes that a sequence verifies
 EXTRA = 4  # re-sampled ones on top of them
 FULL_ROWS = 16  # of table 1
 DIALOGUE = "sql,e2e,dialogsum"  # the tasks of the paper's kind: a query, a description, a dialogue
-FRESH_TREE: Mapping[str, Any] = {"resample": "off", "depth": STEPS, "width": WIDTH}  # a fresh tree, nothing else
+FRESH_TREE: Mapping[str, Any] = {"extra": 0, "depth": STEPS, "width": WIDTH}  # a fresh tree, nothing else
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from kit.scores import encoded_prompts, workload_of
 from kit.study import Table
 
 from lyanna_parts.common import DIALOGUE, EXTRA, ROWS, STEPS, WIDTH, LyannaFlags, lyanna, shape_of, study
-from lyanna_parts.throughput import ALONE, TOP
+from lyanna_parts.throughput import TOP
 from paceline.api.llm import LLM
 from paceline.bench import workloads
 from paceline.bench.records import Method
@@ -20,7 +20,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree
 from paceline.draft.base import DraftRequest
-from paceline.draft.resampling import AGAIN, FRESH
+from paceline.papers.lyanna.drafter import AGAIN, FRESH
 
 
 @dataclass(slots=True)
@@ -110,20 +110,12 @@ def tally_of(ask: LyannaFlags, llm: LLM, task: str) -> ReuseCounts:
     return found
 
 
-def ways(folder: str | None) -> dict[str, Method]:
-    """Where re-sampled nodes stand: beside fresh ones, and by themselves."""
-    shape = {"depth": STEPS, "width": WIDTH, "nodes": ROWS, "extra": EXTRA}
-    return {
-        TOP: lyanna(TOP, folder, ROWS + EXTRA, resample="top", **shape),
-        ALONE: lyanna(ALONE, folder, ROWS, resample="alone", **shape),
-    }
-
-
 @study.table(needs=("lyanna",), tasks=DIALOGUE, prompts=20)
 def reuse(ask: LyannaFlags) -> Iterator[Table | None]:
     """Share of drafted states that gave logits twice, and tokens won by re-sampled nodes, by depth."""
     shape_of(ask.lyanna)
-    methods, tasks = ways(ask.lyanna), ask.names
+    shape = {"depth": STEPS, "width": WIDTH, "nodes": ROWS, "extra": EXTRA}
+    methods, tasks = {TOP: lyanna(TOP, ask.lyanna, ROWS + EXTRA, **shape)}, ask.names
     yield None
     found = {way: tallies(ask, method, tasks) for way, method in methods.items()}
     yield Table(

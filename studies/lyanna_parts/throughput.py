@@ -14,7 +14,6 @@ from kit.halves import conversations, halves
 from kit.stretched import stretched
 from kit.study import Entry, Grid, Table, measure, numbers
 
-from lyanna_parts import extra_pass
 from lyanna_parts.common import (
     EXTRA,
     FRESH_TREE,
@@ -49,7 +48,7 @@ def contestants(ask: LyannaFlags) -> list[tuple[str, str, int, dict[str, Any], s
     streams, draft = named("streams", ask.streams, ask.model), named("draft_model", ask.draft, ask.model)
     tree = {"depth": STEPS, "nodes": ROWS}
     singles: list[tuple[str, str | None, int, dict[str, Any]]] = [
-        (LYANNA, ours, ROWS + EXTRA, {**tree, "width": WIDTH, "resample": "top", "extra": EXTRA}),
+        (LYANNA, ours, ROWS + EXTRA, {**tree, "width": WIDTH, "extra": EXTRA}),
         (EAGLE, f"eagle:{ask.eagle}", ROWS, {**tree, "topk": WIDTH}),
         ("Medusa", f"medusa:{ask.medusa}", ROWS, {"nodes": ROWS}),
         ("draft model", draft, ROWS, {**tree, "topk": WIDTH}),
@@ -205,19 +204,14 @@ def _draw(lines: Sequence[GridLine], series: Sequence[str], path: Path) -> Path:
 
 # -- figure 12
 
-OFF, PASS, ALONE = "no re-sampling", "re-sampled in an extra pass", "re-sampled in place of a fresh tree"
-TOP, EQUAL, MORE = "fused on top", "fused at equal rows", "fresh tree of as many rows"
+OFF, TOP, MORE = "no re-sampling", "fused on top", "fresh tree of as many rows"
 BATCH = 2  # of figure 12
 ARMS: Mapping[str, tuple[int, dict[str, Any]]] = {  # budget, options
-    OFF: (ROWS, {"resample": "off", "nodes": ROWS}),
-    PASS: (ROWS, {"resample": "alone", "nodes": ROWS, "extra": EXTRA}),
-    ALONE: (ROWS, {"resample": "alone", "nodes": ROWS, "extra": ROWS}),
-    TOP: (ROWS + EXTRA, {"resample": "top", "nodes": ROWS, "extra": EXTRA}),
-    EQUAL: (ROWS, {"resample": "equal", "nodes": ROWS, "extra": EXTRA}),
-    MORE: (ROWS + EXTRA, {"resample": "off", "nodes": ROWS + EXTRA}),
+    OFF: (ROWS, {"extra": 0, "nodes": ROWS}),
+    TOP: (ROWS + EXTRA, {"extra": EXTRA, "nodes": ROWS}),
+    MORE: (ROWS + EXTRA, {"extra": 0, "nodes": ROWS + EXTRA}),
 }
-# The paper's: re-sampling in an extra pass loses 16.1%, fusion then has 23.1% more than no re-sampling (section 7.3)
-PAPER: Mapping[str, float] = {PASS: 1 - 0.161, TOP: 1.231}
+PAPER: Mapping[str, float] = {TOP: 1.231}  # fusion has 23.1% more than no re-sampling (section 7.3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +232,6 @@ def fusion_arms(folder: str | None) -> list[Method]:
     """The methods of figure 12, plain decoding first."""
     shape = {"depth": STEPS, "width": FRESH_TREE["width"]}
     found = {name: lyanna(name, folder, budget, **shape, **options) for name, (budget, options) in ARMS.items()}
-    found[PASS] = replace(found[PASS], round=extra_pass.ExtraPassConfig.kind)
     return [Method(name=PLAIN, drafter="none"), *found.values()]
 
 
@@ -249,18 +242,16 @@ def targets_of(model: str, times: int) -> list[str]:
 
 @study.figure(needs=("lyanna",), takes=("stretched",), prompts=8, repeats=3)
 def figure_12(ask: LyannaFlags) -> Iterator[Table | None]:
-    """Re-sampling off, in an extra pass, in place of a fresh tree, fused; and a fresh tree of as many rows; batch 2."""
+    """Re-sampling off and fused, and a fresh tree of as many rows; batch 2."""
     shape_of(ask.lyanna)
     entries = [Entry(method, method.name) for method in fusion_arms(ask.lyanna)]
     grid = Grid(title="Fusion", entries=entries, cells={"batches": (BATCH,)}, prompts=BATCH, over=OFF)
     asks = {model: replace(ask, model=model) for model in targets_of(ask.model, ask.stretched if ask.times == 1 else 1)}
-    with extra_pass.known():
-        for one in asks.values():
-            grid.config(one)
+    for one in asks.values():
+        grid.config(one)
     yield None
     places = {model: f"target-{n}" for n, model in enumerate(asks)}
-    with extra_pass.known():
-        reports = {m: measure(grid, one, ask.out / "figure_12" / places[m]) for m, one in asks.items()}
+    reports = {m: measure(grid, one, ask.out / "figure_12" / places[m]) for m, one in asks.items()}
     found = [arm for model, report in reports.items() for arm in arms_of(Path(model).name, grid, report)]
     yield Table(
         title=f"Re-sampling and verification fusion, batch {BATCH}",

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from kit.token_info import eager
-from kits.draft import paths_of, text, view, want
+from kits.draft import paths, paths_of, text, view, want
 from kits.native import needs_kernels
 from kits.state import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
 from kits.tiny import VOCAB, tiny_config, tiny_decoder
@@ -117,7 +117,7 @@ def test_lyannas_trees_are_algorithm_1_on_states_drawn_row_by_row(name: str) -> 
     """A conversation: texts rest and come back, any budget; and what training unrolls is what is drafted."""
     model = lyanna_model(**MODELS[name])
     draw = random.Random(5)
-    stage = Stage(lyanna(model=model, width=3, nodes=7, resample="off"))
+    stage = Stage(lyanna(model=model, width=3, nodes=7, extra=0))
     table, views, met = info_table(stage), [view(text(n, n), key=n) for n in (2, 19, 40)], 0
     for step in range(8):
         present = views if step % 3 else [v for v in views if draw.random() < 0.7] or views[:1]
@@ -137,38 +137,34 @@ def test_lyannas_trees_are_algorithm_1_on_states_drawn_row_by_row(name: str) -> 
         stage.drafter.body.pool.check_integrity()
     assert met > 3
     stage.drafter.release([v.key for v in views])
-    assert stage.drafter.body.pool.idle and not stage.drafter._resampling._drafted
+    assert stage.drafter.body.pool.idle and not stage.drafter._drafted
 
 
 def test_resampling_is_algorithm_2_and_happens_once() -> None:
     """After every number of accepted tokens the kept levels behind it are biased by the token that was right."""
     seen = set()
     for accepted in range(4):
-        for threshold in (0, 1):
-            stage = Stage(lyanna(width=3, nodes=64, extra=5, threshold=threshold, resample="alone"))
-            v = view(text(20, accepted), key=1)
-            stage.show([v])
-            fresh = paths_of(stage.drafter.draft(want([v])))
-            logits = stage.logits(stage.steps(v, 0, [0] * 3, 3))
-            right = max((path for path in fresh if len(path) == max(1, accepted)), key=lambda path: fresh[path])
-            grow(v, [*right[:accepted], 5])
-            stage.show([v])
-            tree = stage.drafter.draft(want([v]))
-            left = logits[accepted + 1 :]
-            if len(left) > threshold:
-                whole = algorithm_1(left, info_table(stage), 5, 3)
-                best = sorted(whole, key=lambda path: -whole[path])[:5]
-                close(paths_of(tree), {path: math.log(whole[path]) for path in best})
-                assert {*tree[0].marks} == {1}
-                seen.add(len(left))
-            else:
-                assert {*tree[0].marks} == {0}
-            grow(v, [9])
-            stage.show([v])
-            again = stage.drafter.draft(want([v]))
-            only = {0} if len(left) > threshold else {0, 1}
-            assert {*again[0].marks} <= only  # a draft's states are used once more, not twice
-    assert seen == {1, 2}
+        stage = Stage(lyanna(width=3, nodes=6, extra=5))
+        v = view(text(20, accepted), key=1)
+        stage.show([v])
+        fresh = stage.drafter.draft(want([v]))
+        logits = stage.logits(stage.steps(v, 0, [0] * 3, 3))
+        whole = paths_of(fresh) | {(1, 2, 3)[:accepted]: -math.inf}
+        right = max((path for path in whole if len(path) == accepted), key=lambda path: whole[path])
+        grow(v, [*right, 5])
+        stage.show([v])
+        tree = stage.drafter.draft(want([v]))[0]
+        left, marks = logits[accepted + 1 :], dict(zip(paths(tree), tree.marks, strict=True))
+        again = algorithm_1(left, info_table(stage), 5, 3) if len(left) else {}
+        best = {*sorted(again, key=lambda path: -again[path])[:5]}
+        new = stage.logits(stage.steps(v, 0, [0] * 3, 3))
+        own = algorithm_1(new, info_table(stage), 5, 3)
+        first = {*sorted(own, key=lambda path: -own[path])[:6]}
+        assert {path for path, mark in marks.items() if mark == 0} == first
+        assert {path for path, mark in marks.items() if mark == 1} == best - first
+        seen.add(len(left))
+        assert stage.drafter._drafted[1][0] == len(v.tokens)  # a draft's states are used once more, not twice
+    assert seen == {0, 1, 2}
 
 
 def eagle_2(stage: Stage, v: Sequence, topk: int, depth: int, nodes: int) -> dict[tuple[int, ...], float]:
@@ -338,9 +334,8 @@ SHAPES: dict[str, Any] = {
         name: lambda shape=shape: lyanna(model=lyanna_model(**shape), nodes=9, extra=5)
         for name, shape in MODELS.items()
     },
-    "alone": lambda: lyanna(width=3, nodes=9, resample="alone"),
     "point": lambda: lyanna(width=4, nodes=12, proposes="point"),
-    "deep": lambda: lyanna(width=2, nodes=30, depth=6, extra=9, threshold=1),
+    "deep": lambda: lyanna(width=2, nodes=30, depth=6, extra=9),
     "eagle": lambda: eagle(topk=4, nodes=12, depth=4),
     "eagle chain": lambda: eagle(topk=1, nodes=5, depth=5),
     "eagle point": lambda: eagle(topk=3, nodes=7, depth=3, proposes="point"),

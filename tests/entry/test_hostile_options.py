@@ -121,9 +121,9 @@ def test_no_model_gets_through(model: Any, tmp_path: Path, monkeypatch: pytest.M
 WORDS = ["ngram", "suffix", "none", "draft_model", "hybrid", "streams", ":", ",", "=", "<", ">", " ", "\n"]
 OPTION_NAMES = [
     *("max_ngram", "min_ngram", "depth", "max_tokens", "model", "topk", "nodes"),
-    *("proposes", "dtype", "lookup", "memory", "pass_cost", "answers", "accept", "seed", "path", "k", "chain", "at"),
+    *("proposes", "dtype", "lookup", "memory", "pass_cost", "answers", "accept", "seed", "path", "k", "at"),
     *("best_path_batch", "prune_threshold", "prune_count", "gamma", "branching"),
-    *("resample", "extra", "threshold"),
+    "extra",
 ]
 VALUES = ["0", "1", "-1", "2", "1e999", "nan", "-inf", "9" * 400, "9" * 5000, "true", "none", "<1,2>", "x", "\0", "²"]
 pieces = st.lists(st.sampled_from([*WORDS, *OPTION_NAMES, *VALUES]) | st.text(max_size=3), max_size=8).map("".join)

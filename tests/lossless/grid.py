@@ -62,7 +62,6 @@ from paceline.papers.specpipe.records import Tick
 from paceline.papers.specpipe.round import PipelineRound
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
-from lyanna_parts.extra_pass import ExtraPass  # noqa: E402
 
 EOS_IDS = (EOS, 23, 61)  # three, so that an answer of 20 tokens often meets one
 CONFIG = tiny_config(eos_ids=EOS_IDS)
@@ -371,10 +370,9 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "streams_threshold": _streams(k=12, nodes=24, prune_threshold=0.003, at="nodes"),
     "streams_count": _streams(k=12, nodes=24, prune_count=9),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
-    "lyanna": _lyanna(resample="off"),
+    "lyanna": _lyanna(extra=0),
     "lyanna_fused": _lyanna(nodes=8, extra=24),
-    "lyanna_equal": _lyanna(nodes=32, extra=24, resample="equal", proposes="point"),
-    "lyanna_alone": _lyanna(nodes=24, extra=24, resample="alone"),
+    "lyanna_point": _lyanna(nodes=8, extra=24, proposes="point"),
     "eagle": _eagle(depth=3, nodes=24),
     "eagle_chain": _eagle(depth=4, topk=1, nodes=4, proposes="point"),
     "hybrid_lyanna": _beside_a_lookup(_lyanna(nodes=14, extra=6)),
@@ -388,8 +386,6 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "hybrid_trees": _hybrid(f"ngram+{LOOKUP}+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in (*RULES[:5], too_deep, *RULES[5:])},
     # Behind the others: the place of a drafter decides which options meet which conditions.
-    "streams_fused": _streams(k=12, nodes=24, extra=24, resample="top"),
-    "medusa_fused": _medusa(nodes=12, extra=24, resample="top"),
     "magicdec": lambda cases: MagicDecConfig(window=12, sinks=2, depth=4),
     "magicdec_point": lambda cases: MagicDecConfig(window=5, depth=3, proposes="point"),
     "magicdec_drawn": lambda cases: MagicDecConfig(window=12, sinks=0, depth=4, proposes="sampled"),
@@ -408,7 +404,6 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "pipeline_shared": _model(depth=4, noise=0.08),
     "chain_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=4),
     "mirror_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=3),
-    "lyanna_extra_pass": _lyanna(nodes=24, extra=24, resample="alone"),
     "normed_tree": lambda cases: draft_model(target={"config": NORMED}, topk=3, depth=4, nodes=9, noise=0.08),
     "normed_streams": lambda cases: streams(target={"config": NORMED}, k=12, nodes=24),
     "normed_eagle": lambda cases: eagle(config=NORMED, depth=3, nodes=24, past=8),
@@ -431,8 +426,6 @@ TARGETS = {name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in 
     name: NORMED for name in DRAFTERS if "normed" in name
 }  # of drafters that need another target
 
-OF_STUDIES: dict[str, Callable[[Any], Any]] = {"lyanna_extra_pass": ExtraPass}  # rounds over the drafter's
-
 
 def config_of(drafter: str) -> DecoderConfig:
     """The shape of the target that a drafter of the grid drafts for."""
@@ -447,7 +440,7 @@ TWINS = {
     "streams_point",
     "streams_best_path",
     "streams_count",
-    "lyanna_equal",
+    "lyanna_point",
     "eagle_chain",
     "medusa_point",
     "hybrid_of_three",
@@ -616,8 +609,6 @@ def play(drafter: str, condition: str, cases: abc.Sequence[Case], witness: Witne
     """Answer all cases in one engine, then the first ``encore`` again, and compare each with its plain answer."""
     options = {"round": ROUNDS.get(drafter, "auto"), **CONDITIONS[condition]}
     engine = assemble(DRAFTERS[drafter](cases), decoder=target(config_of(drafter)), **options)
-    if drafter in OF_STUDIES:
-        engine.round = OF_STUDIES[drafter](engine.round)
     witness.watch(engine)
     for batch in (cases, cases[:encore]):
         with patch.object(TokenTree, "graft", lambda *graft: witness.graft(*graft)):

@@ -81,12 +81,11 @@ PIPED = {
     "pipeline_none": {"a stop"},
     "pipeline_noisy": {"a stop with levels in flight", "a partial refill", "a late sibling"},
 }
-FUSED = {"lyanna_fused", "lyanna_equal", "medusa_fused", "streams_fused"}  # both trees below one root
-RESAMPLING = FUSED | {"lyanna_alone", "lyanna_extra_pass"}
+FUSED = {"lyanna_fused", "lyanna_point"}  # a fresh and a re-sampled tree below one root
 BRANCHING = (
     {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
     | {"static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
-    | RESAMPLING
+    | FUSED
     | {"lyanna", "eagle", "hybrid_trees", "medusa", "medusa_point", "greedy_eater", "later_sibling", "random_trees"}
 )
 assert DRAFTERS.keys() >= BRANCHING
@@ -105,12 +104,8 @@ def _must_meet(drafter: str) -> set[str]:
         marks |= ENDED
     if drafter in BRANCHING:
         marks |= BRANCHED
-    if drafter in RESAMPLING:
-        marks |= {"a node of a second source"}
     if drafter in FUSED:
-        marks |= {"a duplicate merged"}
-    if drafter == "lyanna_extra_pass":
-        marks |= {"a sequence waits"}
+        marks |= {"a node of a second source", "a duplicate merged"}
     if drafter in FAILING:
         marks |= {"a failed drafter"}
     return marks

@@ -300,35 +300,33 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
     target = draw.choice([None, decoder.stack])
     fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), draw.random() < 0.7, target)
     info = token_info(torch.randn(vocab, rank).to(dtype), linear_of(rank, vocab, dtype))
-    sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 2, 5])) for _ in range(3)]
+    sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([1, 2, 5])) for _ in range(3)]
     cache, order, at = Cache(body, sum(map(sum, sizes))), torch.randperm(sum(map(sum, sizes))), 0
     contiguous, sprouts, seeds = draw.random() < 0.5, [], []
     levels, topk = 5, draw.choice([1, 2, 4])
     for position, count, steps in sizes:
-        total = position + count + max(0, steps - 1)
+        total = position + count + steps - 1
         keys: slice | Tensor = slice(at, at + total) if contiguous else order[at : at + total].clone()
         at += total
         cache.put(key_slots(Segment(0, 0, keys, total, 0, None, None))[:position])
-        pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)] if steps else []
+        pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)]
         rules, place = draw.choice([None, some_rules(draw, vocab)]), position + count + 9
         left = draw.choice([None, torch.randn(draw.randint(1, 3), vocab)])
         states, most = torch.randn(len(pending), d).to(dtype), (draw.choice([1, 7, 999]), draw.choice([1, 7, 999]))
         root = draw.randrange(vocab)
-        sprouts.append(SampleStart(pending, position, keys, steps, root, place, rules, left, states, most))
-        if steps:
-            room, budget = max(0, steps - 1), draw.randint(1, 9)
-            seeds.append(TreeStart(pending, position, room, keys, budget, levels, 4 + vocab * 20, rules, 9, states))
+        sprouts.append(SampleStart(pending, position, keys, steps, root, place, rules, states, left, most))
+        budget, most_nodes = draw.randint(1, 9), 4 + vocab * 20
+        seeds.append(TreeStart(pending, position, steps - 1, keys, budget, levels, most_nodes, rules, 9, states))
     for branches in (1, topk, 2 * vocab):
         raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), cache)
         assert not raw.isnan().any()
         for sprout, trees in zip(sprouts, found, strict=True):
-            assert [tree is not None for tree in trees] == [sprout.steps > 0, sprout.leftover is not None]
+            assert [tree is not None for tree in trees] == [True, sprout.leftover is not None]
             for tree in filter(None, trees):
                 assert all(0 <= token < vocab for token in tree.tokens)
                 assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
-    if seeds:
-        grown = grow(stack, seeds, [1] * levels, topk, -math.inf, cache, vocab, fused)
-        assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
+    grown = grow(stack, seeds, [1] * levels, topk, -math.inf, cache, vocab, fused)
+    assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
 
 
 def one_recall(decoder: Decoder, draw: random.Random) -> None:

@@ -6,11 +6,11 @@ The config class is the whole registration: its fields are the options, their ty
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, get_type_hints
 
-from .errors import CapabilityError, ConfigError
+from .errors import ConfigError
 from .options import check, read, remedy_of, shown, suggest, type_name, written
 
 
@@ -19,12 +19,10 @@ class NamedConfig:
     """Base of such options: a frozen keyword-only dataclass next to what it configures.
 
     A subclass sets ``kind`` (its name), declares its options with `option` and checks combinations of options in
-    `validate`. The first line of its docstring is its help text. ``refuses`` has options that others of its sort have
-    and this one cannot, each with why not and what to do.
+    `validate`. The first line of its docstring is its help text.
     """
 
     kind: ClassVar[str] = ""
-    refuses: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self) -> None:
         check(self, f"{self.kind},")
@@ -61,7 +59,6 @@ def read_config(subject: str, chosen: type[NamedConfig], options: Sequence[tuple
 
     Raises:
         ConfigError: an unknown option, one that lacks, a value of the wrong type or out of bounds.
-        CapabilityError: an option that this one cannot have, see `NamedConfig.refuses`.
     """
     values = _read_options(subject, chosen, options)
     for field in fields(chosen):
@@ -88,9 +85,6 @@ def _read_options(subject: str, chosen: type[NamedConfig], options: Sequence[tup
     types = hints(chosen)
     values: dict[str, Any] = {}
     for key, text in options:
-        if key in chosen.refuses:
-            why, remedy = chosen.refuses[key]
-            raise CapabilityError(subject, f"{chosen.kind} {why}", remedy)
         if key not in types:
             raise ConfigError(subject, f"{chosen.kind} has no option {key!r}", suggest(key, list(types), "option"))
         if key in values:

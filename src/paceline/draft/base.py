@@ -36,7 +36,6 @@ class DrafterSpec:
     past: int | None = 0  # last tokens of a text whose taps it needs; 0: those of the root and after it; None: all
     network: bool = False  # runs a network: its time is budgeted, and it stops at `DraftRequest.floor`
     cached: bool = False  # keeps K/V of its own for every token, and catches up with those that it has not seen
-    level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
     default_budget: int = 0  # drafted nodes a step where the user names no budget
     context: int | None = None  # tokens of a text that its network has positions for; None: the target's

@@ -35,7 +35,6 @@ from .fit import check_vocabulary
 from .growth import Grower, Growth, compiles
 from .model_sessions import ModelSessions
 from .registry import DrafterConfig, DrafterContext, option
-from .resampling import REFUSED
 
 if TYPE_CHECKING:
     from ..model.decoder import Decoder, TargetInfo
@@ -49,7 +48,6 @@ class DraftModelConfig(DrafterConfig):
 
     kind: ClassVar[str] = "draft_model"
     weights: ClassVar[str] = "model"
-    refuses = REFUSED
 
     model: str = option("", help="folder, hub name or embedded model that drafts; none: the zoo's for the model")
     depth: int = option(5, help="levels of the draft", minimum=1, maximum=64)

@@ -148,7 +148,6 @@ class Hybrid(Drafter):
             past=_longest_past([spec.past for spec in specs]),
             network=any(spec.network for spec in specs),
             cached=any(spec.cached for spec in specs),
-            level_logits=all(spec.level_logits for spec in specs),
             proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
             in_pass=bool(ahead),
             scratch=max(spec.scratch for spec in specs),

@@ -31,7 +31,6 @@ from .base import Drafter, DrafterSpec, DraftRequest
 from .fit import check_rotary
 from .growth import Grower, Growth, compiles
 from .registry import DrafterConfig, DrafterContext, option, proposes_option
-from .resampling import REFUSED
 
 if TYPE_CHECKING:
     from ..model.decoder import Decoder, TargetInfo
@@ -42,7 +41,6 @@ class MagicDecConfig(DrafterConfig):
     """The target itself, seeing the first and the last tokens of the text alone."""
 
     kind: ClassVar[str] = "magicdec"
-    refuses = REFUSED
 
     window: int = option(64, help="last tokens that a drafting pass sees, its own among them", minimum=1)
     sinks: int = option(1, help="first tokens that it sees in addition", minimum=0)

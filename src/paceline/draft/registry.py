@@ -69,11 +69,10 @@ class DrafterConfig(NamedConfig):
 
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
     options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
-    The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``refuses`` has options that
-    other drafters have and this one cannot, each with why not and what to do. ``nests`` means that the subject is made
-    of drafters' texts, whose options stand after semicolons. ``weights`` names the option that holds what was trained
-    for the target; where it is empty the zoo's is meant, or with ``of_applications`` the applications' where there are
-    any.
+    The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``nests`` means that the
+    subject is made of drafters' texts, whose options stand after semicolons. ``weights`` names the option that holds
+    what was trained for the target; where it is empty the zoo's is meant, or with ``of_applications`` the applications'
+    where there are any.
     """
 
     subject: ClassVar[str] = "model"
@@ -195,7 +194,6 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
 
     Raises:
         ConfigError: an unknown drafter or option, a value of the wrong type or out of bounds.
-        CapabilityError: an option that the drafter cannot have, see `DrafterConfig.refuses`.
     """
     if spec is None or isinstance(spec, DrafterConfig):
         return spec
@@ -234,7 +232,7 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
     """Make the drafter of a config and check that it implements the contract.
 
     Raises:
-        CapabilityError: the object that ``build`` returned is not a drafter, or it is to re-sample and cannot.
+        CapabilityError: the object that ``build`` returned is not a drafter.
     """
     from .base import Drafter, DrafterSpec  # here, since base needs torch
 
@@ -243,10 +241,6 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
         wrong = f"{type(config).__name__}.build returned a {type(drafter).__name__}, which is not a Drafter with a spec"
         remedy = "derive it from paceline.draft.Drafter, and set spec to a DrafterSpec"
         raise CapabilityError(f"drafter {config.kind!r}", wrong, remedy)
-    form = getattr(config, "resample", "off")
-    if form in ("top", "equal", "alone") and not drafter.spec.level_logits:
-        why = "its spec has no level_logits: its scores of a level depend on the tokens drafted in front of it"
-        raise CapabilityError(f"{config.kind},resample={form}", why, "leave resample out, or use another drafter")
     return drafter
 
 

@@ -223,17 +223,17 @@ MANY = 1 << 30  # nodes that Algorithm 1 makes
 
 
 class SampleStart(NamedTuple):
-    """One sequence's drafts: a new one, one of logits that the last one left over, or both; see `sample`."""
+    """One sequence's drafts: a new one, and one of logits that the last one left over; see `sample`."""
 
-    pending: Sequence[int]  # tokens after the states that have no K and V yet, the root last; none where steps is 0
+    pending: Sequence[int]  # tokens after the states that have no K and V yet, the root last
     position: int  # of the row of the first of them
     keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
-    steps: int  # of the new draft; 0: there is none
+    steps: int  # of the new draft, one or more
     root: int
     place: int  # position that the root's children will have in the text
     rules: bytes | None  # as of a `ChainStart`
+    states: Tensor  # [pending, d_model] in front of the pending tokens, as the target leaves them
     leftover: Tensor | None = None  # [levels, outputs of the head] float32, contiguous; None: nothing is re-sampled
-    states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
     most: tuple[int, int] = (MANY, MANY)  # nodes wanted of the new tree, and of the other: the best
 
 
@@ -245,7 +245,7 @@ def sample(
     fused: NativeFuse,
     info: abi.CTokenInfo | None,
     cache: KVCache,
-) -> tuple[Tensor, list[tuple[GrownTree | None, GrownTree | None]]]:
+) -> tuple[Tensor, list[tuple[GrownTree, GrownTree | None]]]:
     """Return Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
 
     Args:
@@ -265,9 +265,8 @@ def sample(
     for row, s in zip(table, starts, strict=True):
         row.root, row.place, row.rules = s.root, s.place, rules_at(s.rules, held)
         row.fresh.levels, row.left.levels = s.steps, 0 if s.leftover is None else len(s.leftover)
-        if s.steps:
-            last = max(last, _begin(row, s, s.steps - 1, held))
-            row.states = _states_at(s, stack, held)
+        last = max(last, _begin(row, s, s.steps - 1, held))
+        row.states = _states_at(s, stack, held)
         if s.leftover is not None:
             row.left.logits = pointer_to(s.leftover, (len(s.leftover), vocab), held, torch.float32)
         for tree, most in zip((row.fresh, row.left), s.most, strict=True):
@@ -279,9 +278,12 @@ def sample(
     arguments = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
     called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, info_reference
     require(stack.library.pl_sample(*called, *arguments))
-    pairs = zip(rooms, (tree for row in table for tree in (row.fresh, row.left)), strict=True)
-    trees = [GrownTree(*room.read(tree.nodes)) if tree.levels else None for room, tree in pairs]
-    return raw, [*zip(trees[::2], trees[1::2], strict=True)]
+    pairs = zip(rooms[::2], rooms[1::2], table, strict=True)
+    trees = [
+        (GrownTree(*fresh.read(row.fresh.nodes)), GrownTree(*left.read(row.left.nodes)) if row.left.levels else None)
+        for fresh, left, row in pairs
+    ]
+    return raw, trees
 
 
 def _most(branches: int, levels: int) -> int:

@@ -209,7 +209,7 @@ WHOLE = tiny_decoder(whole())
 @pytest.mark.parametrize("make", [eagle, lyanna, spire])
 def test_drafters_of_states_draft_from_their_own_below_what_is_not_decided(make: Any, where: str) -> None:
     """The target's states replace them: about as many passes as with the serial round's chains."""
-    decoder, chain = WHOLE, {"topk": 1, "depth": 3} if make is eagle else {"width": 1, "resample": "off"}
+    decoder, chain = WHOLE, {"topk": 1, "depth": 3} if make is eagle else {"width": 1, "extra": 0}
     given = {"config": whole()} | ({"depth": 3} if make is spire else chain)
     drafting = assemble(make(**given), round=f"mirror,kappa=5,exit=2,rollout={where}", decoder=decoder)
     serial, round_ = assemble(make(**given), decoder=decoder), drafting.round

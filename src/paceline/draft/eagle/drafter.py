@@ -26,7 +26,6 @@ from ..base import DrafterSpec, DraftRequest
 from ..fit import TrainedDrafterConfig
 from ..growth import Grower, Growth, compiles
 from ..registry import DrafterContext, option, proposes_option
-from ..resampling import REFUSED
 from ..states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
 from ..states.sessions import StateDrafter, StateSessions
 from .eagle3 import Eagle3Model, Eagle3Network
@@ -44,7 +43,6 @@ class EagleConfig(TrainedDrafterConfig):
     """EAGLE-2: a head over the target's states, trees that grow where they are likely."""
 
     kind: ClassVar[str] = "eagle"
-    refuses = REFUSED
 
     path: str = option(
         "", help="head of EAGLE, EAGLE-2 or EAGLE-3: folder, hub name or embedded one; none: the zoo's for the model"

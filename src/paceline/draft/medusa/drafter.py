@@ -27,9 +27,8 @@ from ...model.linear import LinearOp, make_linear
 from ...weights.files import check_target
 from ..base import Drafter, DrafterSpec, DraftRequest, LevelScores, StepFeatures
 from ..fit import TrainedDrafterConfig
-from ..levels import best_levels, best_nodes, product_trees
+from ..levels import best_levels, best_nodes
 from ..registry import DrafterContext, option, proposes_option
-from ..resampling import Resampling, ResamplingConfig, merge
 from .heads import MOST_HEADS, Heads, load, read_config
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ MAX_NODES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(TrainedDrafterConfig, ResamplingConfig):
+class MedusaConfig(TrainedDrafterConfig):
     """Medusa: heads on the target's last state, one for each token ahead."""
 
     kind: ClassVar[str] = "medusa"
@@ -77,7 +76,7 @@ class MedusaDrafter(Drafter):
         heads: trained heads, in the target's dtype.
 
     Raises:
-        ConfigError: more heads are requested than there are, or re-sampling that cannot be.
+        ConfigError: more heads are requested than there are.
     """
 
     trusted = True
@@ -91,17 +90,14 @@ class MedusaDrafter(Drafter):
             heads.config.hit_rates(config.topk)[: config.depth], config.nodes if config.topk > 1 else trained
         )
         full = self.trees[-1]
-        self._resampling = Resampling(config, len(full), len(self.trees))
         self._k = 1 + max(rank for tree in self.trees for rank in tree.tokens)
         self.spec = DrafterSpec(
             name=config.kind,
             taps=(-1,),
             network=True,
-            level_logits=True,
             proposes=config.proposes,
-            default_budget=self._resampling.most,
-            tree=not full.is_chain or self._resampling.on,
-            sources=self._resampling.sources(config.kind),
+            default_budget=len(full),
+            tree=not full.is_chain,
         )
         self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position after
 
@@ -126,44 +122,22 @@ class MedusaDrafter(Drafter):
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended or preempted sequences."""
-        self._resampling.release(keys)
         for key in keys:
             self._last.pop(key, None)
 
     @inference
     def draft(self, want: DraftRequest) -> list[TokenTree]:
-        """Return one tree a sequence.
-
-        Empty where no state of the token before it was seen, and nothing was left over of the last draft.
-        """
-        rows = [*want.rows()]
-        old = [self._resampling.take(*row) for row in rows]
-        fresh, again = self._fresh(want, old), [TokenTree() for _ in rows]
-        if self._resampling.on:
-            rooms = [
-                self._resampling.share(budget, rest is not None)[1]
-                for (_, budget, _), rest in zip(rows, old, strict=True)
-            ]
-            again = product_trees([*zip(want.sequences, old, rooms, strict=True)], self._k, self._coupled)
-        return [*map(merge, fresh, again)]
-
-    def _fresh(self, want: DraftRequest, old: abc.Sequence[LevelScores | None]) -> list[TokenTree]:
-        """Return the heads' output where a new draft is wanted."""
-        views = want.sequences
-        room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
-        able = [
-            i for i, view in enumerate(views) if room[i] > 0 and self._knows(view) and self._resampling.fresh(old[i])
-        ]
-        proposals = [TokenTree() for _ in views]
-        want.passes = 1 if able else 0
+        """Return one tree a sequence; empty where no state of the token before it was seen."""
+        able = [row for row in want.rows() if min(row[1:]) > 0 and self._knows(row[0])]
+        want.passes, trees = 1 if able else 0, dict[int, TokenTree]()
         if able:
-            rated = self._said([views[i] for i in able])
-            sets = best_levels([(views[i], one) for i, one in zip(able, rated, strict=True)], self._k, self._coupled)
-            for i, one, levels in zip(able, rated, sets, strict=True):
-                self._resampling.keep(views[i], one)
-                tree = self.trees[min(want.max_depths[i], len(self.trees)) - 1]
-                proposals[i] = filled(tree, *levels, self._resampling.share(want.budgets[i], old[i] is not None)[0])
-        return proposals
+            rated = self._said([view for view, _, _ in able])
+            sets = [(view, one) for (view, _, _), one in zip(able, rated, strict=True)]
+            best = best_levels(sets, self._k, self.config.proposes == "coupled")
+            for (view, budget, max_depth), levels in zip(able, best, strict=True):
+                tree = self.trees[min(max_depth, len(self.trees)) - 1]
+                trees[view.key] = filled(tree, *levels, budget)
+        return [trees.get(view.key) or TokenTree() for view in want.sequences]
 
     # -- the heads
 
@@ -172,17 +146,13 @@ class MedusaDrafter(Drafter):
         last = self._last.get(view.key)
         return last is not None and last[2] == len(view.tokens) - 1
 
-    @property
-    def _coupled(self) -> bool:
-        return self.config.proposes == "coupled"
-
     def _said(self, views: abc.Sequence[Sequence]) -> list[LevelScores]:
         """Return the heads' output: short where compiled code knows a sequence's rules, else logits."""
         states, samplers = self._states(views), [view.sampler for view in views]
-        compiled = self._pass.native
+        compiled, coupled = self._pass.native, self.config.proposes == "coupled"
         if compiled is not None and all(s.plain or s.draws for s in samplers):
             rules = None if all(s.plain for s in samplers) else b"".join([s.rules for s in samplers])
-            return [*compiled.best(states, self._k, [len(view.tokens) for view in views], rules, self._coupled)]
+            return [*compiled.best(states, self._k, [len(view.tokens) for view in views], rules, coupled)]
         return [*self._pass.logits(states)]  # [heads, V] each
 
     def _states(self, views: abc.Sequence[Sequence]) -> Tensor:

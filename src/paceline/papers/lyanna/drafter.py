@@ -25,24 +25,24 @@ from ...draft.base import DrafterSpec, DraftRequest
 from ...draft.fit import TrainedDrafterConfig, tokenizer_mark
 from ...draft.growth import Grower, Growth
 from ...draft.registry import DrafterContext, option, proposes_option
-from ...draft.resampling import FORMS, Resample, Resampling, ResamplingConfig, merge
 from ...draft.states.network import LAST, HeadNetwork, Storage, storage_option, stored_as
 from ...draft.states.sessions import StateDrafter, StateSessions
 from ...kernels.drafts import MANY, SampleStart, sample, token_info
 from ...kernels.linear import NativeLinear
 from ...model.hot import load_hot
 from .model import LyannaModel, read_shape
-from .trees import Bias, beam_sampling, token_info_sampling
+from .trees import Bias, token_info_sampling
 
 if TYPE_CHECKING:
     from ...model.decoder import TargetInfo
     from ...model.handle import TargetHandle
 
 MAX_NODES = 256
+FRESH, AGAIN = 0, 1  # source marks: of nodes of a fresh draft, and of re-sampled ones
 
 
 @dataclass(frozen=True, kw_only=True)
-class LyannaConfig(TrainedDrafterConfig, ResamplingConfig):
+class LyannaConfig(TrainedDrafterConfig):
     """Lyanna: states are drafted first and tokens second, and a rejected token wastes no state."""
 
     kind: ClassVar[str] = "lyanna"
@@ -52,25 +52,21 @@ class LyannaConfig(TrainedDrafterConfig, ResamplingConfig):
     )
     width: int = option(4, help="children of a node, and nodes of a level that have some", minimum=1, maximum=64)
     nodes: int = option(12, help="nodes of a fresh draft to verify, best first", minimum=1, maximum=MAX_NODES)
-    resample: Resample = option("top", help=FORMS)
-    sampling: Literal["token_info", "beam"] = option(
-        "token_info", help="how tokens are chosen from logits; beam: levels independently (the naive way)"
+    extra: int = option(
+        4,
+        help="re-sampled nodes at most, of what the last draft left over, on top of the fresh ones; 0: none",
+        minimum=0,
+        maximum=MAX_NODES,
     )
     proposes: Literal["point", "coupled"] = proposes_option()
     past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
     storage: Storage = storage_option()
 
-    def validate(self) -> None:
-        """Refuse options that contradict each other."""
-        beam = self.sampling == "beam"
-        self.require("sampling", not beam or self.resample == "off", "by beam knows no re-sampling: resample=off")
-        self.require("sampling", not beam or self.proposes == "point", "by beam takes likeliest tokens: proposes=point")
-
     def build(self, context: DrafterContext) -> LyannaDrafter:
         """Load the trained drafter.
 
         Raises:
-            ConfigError: a folder that holds none, a threshold that leaves nothing to re-sample.
+            ConfigError: a folder that holds none.
             CapabilityError: it was trained for another target.
         """
         folder = self.folder(context)
@@ -86,29 +82,26 @@ class LyannaDrafter(StateDrafter):
         config: shape of the drafts.
         model: the trained drafter.
         hot: [H] int64, the only tokens that it drafts; None: all.
-
-    Raises:
-        ConfigError: a threshold deeper than the draft, no fresh node left.
     """
 
     def __init__(self, config: LyannaConfig, model: LyannaModel, hot: Tensor | None = None) -> None:
         self.config, self.model, self._hot = config, model, hot
         self.depth = config.depth or model.shape.steps
-        self._resampling = Resampling(config, config.nodes, self.depth)
         self.spec = DrafterSpec(
             name=config.kind,
             taps=(LAST,),
             past=config.past,
             network=True,
-            level_logits=True,
             proposes=config.proposes,
-            default_budget=self._resampling.most,
-            tree=config.width > 1 or self._resampling.on,
-            sources=self._resampling.sources(config.kind),
+            default_budget=config.nodes + config.extra,
+            tree=config.width > 1 or config.extra > 0,
+            sources=(config.kind, "re-sampled") if config.extra else (),
             ahead=True,
             ahead_levels=self.depth,
         )
         self._grower = Grower((1,) * self.depth, config.width, config.proposes)
+        # By sequence: tokens of its text, the last of which was the root, and the levels of the draft below it.
+        self._drafted: dict[int, tuple[int, Tensor]] = {}
         self._bias: Bias = lambda tokens: None
         self._info: Any = None  # the same for compiled code
         self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
@@ -140,7 +133,8 @@ class LyannaDrafter(StateDrafter):
     def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
         super().release(keys)
-        self._resampling.release(keys)
+        for key in keys:
+            self._drafted.pop(key, None)
 
     @inference
     def draft(self, want: DraftRequest) -> list[TokenTree]:
@@ -148,49 +142,34 @@ class LyannaDrafter(StateDrafter):
         drafts = [_SequenceDraft(*row) for row in want.rows()]
         for draft in drafts:
             self._plan(draft)
-        fresh = [draft for draft in drafts if draft.steps]
-        want.passes = max((draft.steps for draft in fresh), default=0)
-        if self._compiles(drafts):
-            self._grow_compiled(drafts)
-        else:
-            self._grow(drafts, fresh)
+        able = [draft for draft in drafts if draft.steps]
+        want.passes = max((draft.steps for draft in able), default=0)
+        # One compiled call does all of it, where there is one that knows the rules of all sequences.
+        if able and self.body.fuse is not None and all(d.view.sampler.plain or d.view.sampler.draws for d in drafts):
+            self._grow_compiled(able)
+        elif able:
+            self._grow(able)
         return [self._merge(draft) for draft in drafts]
 
     # -- its parts
 
-    def _grow(self, drafts: abc.Sequence[_SequenceDraft], fresh: abc.Sequence[_SequenceDraft]) -> None:
+    def _grow(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
         """Both trees of each sequence, part by part."""
-        if fresh:
-            self._draft_states(fresh)
+        self._draft_states(drafts)
         growths = [growth for draft in drafts for growth in (draft.fresh, draft.again) if growth is not None]
-        if self.config.sampling == "beam":
-            for growth in growths:
-                growth.tree = beam_sampling(growth.logits, self.config.width, self.config.nodes)
-        else:
-            token_info_sampling(growths, self._grower, self._bias)
-
-    def _compiles(self, drafts: abc.Sequence[_SequenceDraft]) -> bool:
-        """Return whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
-        compiled_rules = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
-        return self.body.fuse is not None and compiled_rules and self.config.sampling == "token_info"
+        token_info_sampling(growths, self._grower, self._bias)
 
     def _grow_compiled(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
         """Do what `_grow` does, in one compiled call."""
         body, stack = self.body, self.body.stack
         assert stack is not None and body.fuse is not None
-        able = [draft for draft in drafts if draft.steps or draft.again is not None]
-        fresh = [draft for draft in able if draft.steps]
-        if not able:
-            return
-        starts = [self._sample_start(draft) for draft in able]
+        starts = [self._sample_start(draft) for draft in drafts]
         noisy = self.config.proposes == "coupled"
         raw, trees = sample(stack, starts, self.config.width, noisy, body.fuse, self._info, body.pool)
-        counts = [len(start.pending) for start in starts if start.steps]
-        body.settle([draft.view for draft in fresh], counts)
-        rows = iter(raw.split([draft.steps for draft in fresh]))
-        for draft, (tree, again) in zip(able, trees, strict=True):
-            if tree is not None:
-                self._keep(draft, next(rows)).tree = TokenTree(*tree[:3])
+        body.settle([draft.view for draft in drafts], [len(start.pending) for start in starts])
+        rows = raw.split([draft.steps for draft in drafts])
+        for draft, logits, (tree, again) in zip(drafts, rows, trees, strict=True):
+            self._keep(draft, logits).tree = TokenTree(*tree[:3])
             if again is not None and draft.again is not None:
                 draft.again.tree = TokenTree(*again[:3])
 
@@ -199,32 +178,38 @@ class LyannaDrafter(StateDrafter):
         tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
         rules = None if sampler.plain else sampler.rules
         rest = None if draft.again is None else draft.again.logits.contiguous()
-        most = self._resampling.share(draft.budget, rest is not None)
-        if not steps:
-            return SampleStart([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, rest, None, most)
         text, pending, states = self.body.take(draft.view)
         first = text.cache.committed
         keys = text.cache.slots(0, first + len(pending) + steps - 1)
-        return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, rest, states, most)
+        most = self.config.nodes, self._room(draft)
+        return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, states, rest, most)
 
     def _keep(self, draft: _SequenceDraft, logits: Tensor) -> Growth:
         """Keep a new draft's logits [steps, V] for the next time; return its tree, still empty."""
         draft.fresh = Growth(draft.view, MANY, len(logits), logits=logits)
         self.states_drafted += len(logits)
-        self._resampling.keep(draft.view, logits)
+        if self.config.extra:
+            self._drafted[draft.view.key] = len(draft.view.tokens), logits
         return draft.fresh
 
     def _plan(self, draft: _SequenceDraft) -> None:
         """Choose the trees of a sequence: the rest of the last draft, and so many steps of a new one."""
-        rest = self._resampling.take(draft.view, draft.budget, draft.max_depth)
+        length, logits = self._drafted.pop(draft.view.key, (0, None))  # used in the draft that comes next, or never
         most = min(draft.budget, draft.max_depth)
         if most <= 0 or not self.body.ready(draft.view):
             return
-        if isinstance(rest, Tensor):  # logits are what is kept here
+        draft.steps = min(self.depth, most)
+        # Algorithm 2: with a tokens accepted the target's own one is at level a + 1, rejected there or not drafted at
+        # all. The levels after it are left over; the first of them is of the place after the new root.
+        accepted, room = len(draft.view.tokens) - length, min(self._room(draft), draft.max_depth)
+        if logits is not None and 0 < accepted < len(logits) and room:
+            rest = logits[accepted : accepted + room]
             draft.again = Growth(draft.view, MANY, len(rest), logits=rest)
             self.states_reused += len(rest)
-        if self._resampling.fresh(rest):
-            draft.steps = min(self.depth, most)
+
+    def _room(self, draft: _SequenceDraft) -> int:
+        """Return how many re-sampled nodes a budget has room for: fresh ones come first."""
+        return max(0, min(self.config.extra, draft.budget - self.config.nodes))
 
     def _draft_states(self, drafts: abc.Sequence[_SequenceDraft]) -> None:
         """k passes, and one product of all states with the head (section 4.2)."""
@@ -240,10 +225,17 @@ class LyannaDrafter(StateDrafter):
             self._keep(draft, states_logits)
 
     def _merge(self, draft: _SequenceDraft) -> TokenTree:
-        """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
-        nodes, room = self._resampling.share(draft.budget, draft.again is not None)
-        fresh = TokenTree() if draft.fresh is None else draft.fresh.tree.best(nodes)
-        return merge(fresh, None if draft.again is None else draft.again.tree.best(room))
+        """Verification fusion: both trees below one root, each within its share of the budget (section 6.2).
+
+        A path that both have is a fresh node.
+        """
+        if draft.fresh is None:
+            return TokenTree()
+        tree = draft.fresh.tree.best(min(self.config.nodes, draft.budget))
+        if draft.again is not None:
+            tree = TokenTree(tree.tokens[:], tree.parents[:], tree.scores[:])
+            tree.graft(draft.again.tree.best(self._room(draft)), AGAIN)
+        return tree
 
 
 @dataclass(slots=True)

@@ -1,10 +1,10 @@
-"""Token trees from a chain of logits: token-info sampling, and naive beam sampling next to it.
+"""Token trees from a chain of logits: token-info sampling.
 
 The logits of a level do not depend on the tokens drafted in front of it; the bias of a parent's token for its children
 is a bias on them (`token_info`). So one chain of logits gives a whole tree, and another tree when the true token is
 known.
 
-Source: Lyanna, section 5.2 (Algorithm 1, naive beam sampling).
+Source: Lyanna, section 5.2 (Algorithm 1).
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...core.tree import TokenTree
 from ...draft.growth import Grower, Growth
-from ...draft.levels import best_nodes
 
 # Tokens [n] -> the bias of each for the logits of its children, [n, V]; None: nothing, for all
 Bias = Callable[[Sequence[int]], "Tensor | None"]
@@ -43,16 +41,3 @@ def token_info_sampling(growths: Sequence[Growth], grower: Grower, bias: Bias) -
         logits = torch.cat([growth.logits[level].expand(len(growth.frontier), -1) for growth in alive])
         info = bias([growth.token(node) for growth in alive for node in growth.frontier])
         grower.expand(alive, logits if info is None else logits + info, level)
-
-
-def beam_sampling(logits: Tensor, width: int, budget: int) -> TokenTree:
-    """Return the naive way (section 5.2): the ``budget`` likeliest paths, levels independent.
-
-    Args:
-        logits: [levels, V] raw.
-        width: tokens of a level that are looked at.
-    """
-    if not len(logits):
-        return TokenTree()
-    best = logits.log_softmax(-1).topk(min(width, logits.shape[1]), dim=-1)
-    return best_nodes(best.indices.tolist(), best.values.tolist(), budget)

@@ -25,7 +25,6 @@ from ...draft.fit import TrainedDrafterConfig, check_rotary
 from ...draft.growth import Grower, Growth, compiles
 from ...draft.network_sessions import ObservingDrafter
 from ...draft.registry import DrafterContext, option, proposes_option
-from ...draft.resampling import REFUSED
 from ...kernels.drafts import RingChain
 from ...kernels.layers import unsupported
 from ...kv.ring import RingCache
@@ -48,7 +47,6 @@ class SpireConfig(TrainedDrafterConfig):
     """SPIRe: a draft of the target's last layers with feedback memory, in constant K/V memory a text."""
 
     kind: ClassVar[str] = "spire"
-    refuses = REFUSED
 
     depth: int | None = option(
         None, help="tokens of a draft; default: as many as it was trained for", minimum=1, maximum=64

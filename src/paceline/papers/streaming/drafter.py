@@ -21,9 +21,8 @@ from ...core.sequence import Sequence
 from ...core.tree import TokenTree
 from ...draft.base import Drafter, DrafterSpec, DraftRequest, LevelScores, StepFeatures
 from ...draft.fit import TrainedDrafterConfig
-from ...draft.levels import count, cut, product_trees
+from ...draft.levels import cut, product_trees
 from ...draft.registry import DrafterContext, option, proposes_option
-from ...draft.resampling import Resampling, ResamplingConfig, merge
 from ...weights.files import check_target
 from .compiled import stream_prices
 from .model import MAX_STREAMS, STREAM_ROWS, StreamSet, check_exit, read_config
@@ -37,7 +36,7 @@ USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is giv
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamsConfig(TrainedDrafterConfig, ResamplingConfig):
+class StreamsConfig(TrainedDrafterConfig):
     """Speculative streams: the target's own pass drafts, by a trained set or by a request's application."""
 
     kind: ClassVar[str] = "streams"
@@ -103,7 +102,7 @@ class StreamsDrafter(Drafter):
         applied: most streams of such an application; 0: not known. Decides the default tree alone.
 
     Raises:
-        ConfigError: more streams than were trained, a set in shared mode, or re-sampling that cannot be.
+        ConfigError: more streams than were trained, or a set in shared mode.
         CapabilityError: pruning with a set that cannot prune.
     """
 
@@ -112,14 +111,11 @@ class StreamsDrafter(Drafter):
         self.streams = None if streams is None else _fitted(config, streams)
         trained_gamma = 0 if self.streams is None else self.streams.config.gamma
         self.gamma = trained_gamma or config.gamma or applied or USUAL_GAMMA
-        self._resampling = Resampling(config, config.num_nodes(self.gamma), self.gamma)
         self.spec = DrafterSpec(
             name=config.kind,
             proposes=config.proposes,
-            level_logits=True,
-            default_budget=self._resampling.most,
-            tree=config.k > 1 or self._resampling.on,
-            sources=self._resampling.sources(config.kind),
+            default_budget=config.num_nodes(self.gamma),
+            tree=config.k > 1,
             in_pass=True,
         )
         self._stream_scores: dict[int, LevelScores] = {}  # by sequence, of its last accepted node
@@ -174,52 +170,20 @@ class StreamsDrafter(Drafter):
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Forget ended sequences."""
-        self._resampling.release(keys)
         for key in keys:
             self._stream_scores.pop(key, None)
             self._expected.pop(key, None)
 
     def draft(self, want: DraftRequest) -> list[TokenTree]:
         """One tree a sequence; the root alone where its last node carried no streams."""
-        depths = [self._depth(*row) for row in want.rows()]
-        batch = sum(depth > 0 for depth in depths) >= self.config.best_path_batch
-        leftovers = [self._resampling.take(*row) for row in want.rows()]
-        if batch:  # the best path alone
-            leftovers = [None] * len(leftovers)
-        return self._merged(want, depths, leftovers, 1 if batch else self.config.k)
-
-    # -- the tree
-
-    def _cap(self, budget: int) -> int:
-        return budget if self.config.nodes is None else min(budget, self.config.nodes)
-
-    def _depth(self, sequence: Sequence, budget: int, max_depth: int) -> int:
-        """Return how many streams a draft can be made of; 0: there are none."""
-        heard = self._stream_scores.get(sequence.key)
-        if heard is None:
-            return 0
-        return min(max_depth, self._cap(budget), self.config.gamma or max_depth, count(heard))
-
-    def _merged(
-        self, want: DraftRequest, depths: abc.Sequence[int], leftovers: abc.Sequence[LevelScores | None], children: int
-    ) -> list[TokenTree]:
-        """For each sequence the tree of what its streams predict now, and that of what was left over below it."""
-        fresh: list[tuple[Sequence, LevelScores | None, int]] = []
-        again: list[tuple[Sequence, LevelScores | None, int]] = []
-        for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, leftovers, strict=True):
-            on = self._resampling.on  # fresh and re-sampled nodes of the sequence
-            nodes, room = self._resampling.share(budget, rest is not None) if on else (self._cap(budget), 0)
-            heard = self._hear(view) if depth > 0 and self._resampling.fresh(rest) else None
-            fresh.append((view, None if heard is None else cut(heard, 0, depth), nodes))
-            again.append((view, rest, room))
-        rules = children, self.config.proposes == "coupled", want.floor / SLACK
-        return [*map(merge, product_trees(fresh, *rules), product_trees(again, *rules))]
-
-    def _hear(self, view: Sequence) -> LevelScores:
-        """Return the streams' output, of which a draft is made now."""
-        heard = cut(self._stream_scores[view.key], 0, self.config.gamma)
-        self._resampling.keep(view, heard)
-        return heard
+        config, rows = self.config, list[tuple[Sequence, LevelScores | None, int]]()
+        for view, budget, max_depth in want.rows():
+            nodes, scores = min(budget, config.nodes or budget), self._stream_scores.get(view.key)
+            depth = min(max_depth, nodes, config.gamma or max_depth)
+            rows.append((view, None if scores is None or depth <= 0 else cut(scores, 0, depth), nodes))
+        batch = sum(scores is not None for _, scores, _ in rows) >= config.best_path_batch
+        children = 1 if batch else config.k
+        return product_trees(rows, children, config.proposes == "coupled", want.floor / SLACK)
 
 
 def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
