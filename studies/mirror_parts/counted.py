@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from kit import figures
@@ -21,6 +23,8 @@ from mirror_parts.modelled import HALF as BEHIND
 from mirror_parts.modelled import TABLE_1, TASKS, constant, exception, ratios
 from paceline import LLM
 from paceline.core.errors import ConfigError
+from paceline.papers.mirror import round as mirror_round
+from paceline.papers.mirror.channel import propose
 
 COUNTS: dict[str, Any] = {"prompts": 2, "max_new_tokens": 32, "repeats": 1}
 OWN = "sql,spec_bench"
@@ -80,11 +84,12 @@ def figure_7(ask: MirrorFlags) -> Iterator[Table | None]:
                 llm = LLM(
                     ask.model,
                     drafter=f"{drafter_of(ask)},proposes=point",
-                    round=mirror_of(ask, max(widths), exit_, f",ranks={ranks}"),
+                    round=mirror_of(ask, max(widths), exit_),
                     share=base,
                     **ask.llm,
                 )
-                heard = listen(llm, prompts_of(ask, llm, task), ask, temperature=1.0)
+                with patch.object(mirror_round, "propose", partial(propose, noisy=ranks == "noise")):
+                    heard = listen(llm, prompts_of(ask, llm, task), ask, temperature=1.0)
                 found[ranks] = Fallbacks.of(heard.verdicts, widths)
             plain, said = found["scores"], found["scores"].predicted()
             bounds = plain.differences()
@@ -162,7 +167,7 @@ def traces(ask: MirrorFlags) -> Iterator[Table | None]:
         ),
         parts={"": rows},
         values={"tasks": values},
-        remarks=[f"policy wait, windows of {ask.gamma}; a trace: passes, drafted tokens and the counts of each length"],
+        remarks=[f"windows of {ask.gamma}; a trace: passes, drafted tokens and the counts of each length"],
         same=same,
     )
 

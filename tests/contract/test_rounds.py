@@ -14,7 +14,6 @@ CASES: dict[str, dict[str, Any]] = {
     "serial": {"drafter": "draft_model", "budget": BUDGET},
     "fused": {"drafter": "streams", "budget": BUDGET},
     "mirror": {"drafter": "draft_model,depth=3"},
-    "mirror,policy=plain": {"drafter": "draft_model,depth=3"},
     "pipeline,stages=2": {"drafter": "draft_model"},
 }
 KINDS = pytest.mark.parametrize("kind", CASES)

@@ -125,9 +125,7 @@ GUESTS: dict[str, Guest] = {
     "hybrid_trees": _hybrid(f"ngram+{LOOKUP}+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},
     "mirror": replace(_model(depth=3), round="mirror,kappa=4,exit=1/2"),
-    "mirror_plain": replace(
-        _model(depth=2, proposes="point"), round="mirror,kappa=6,exit=1/2,policy=plain,rollout=beside"
-    ),
+    "mirror_plain": replace(_model(depth=2, proposes="point"), round="mirror,kappa=6,exit=1/2,rollout=beside"),
     "pipeline": replace(_model(depth=3, noise=0.06), round="pipeline,stages=3,width=4,children=3"),
     "pipeline_shared": replace(_model(depth=3), round="pipeline,stages=2,width=6,children=2,rows=5"),
     "pipeline_hybrid": replace(_hybrid(f"{LOOKUP}+{MODEL}"), round="pipeline,stages=2,width=3,children=2"),

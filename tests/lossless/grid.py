@@ -411,7 +411,7 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
 }
 ROUNDS = {  # else the drafter's
     "mirror": "mirror,kappa=5,exit=2",
-    "mirror_plain": "mirror,kappa=3,exit=1,policy=plain",
+    "mirror_plain": "mirror,kappa=3,exit=1",
     "mirror_streams": "mirror,kappa=4,exit=2",
     "pipeline_none": "pipeline,stages=3,texts=1",
     "pipeline_model": "pipeline,stages=3,width=6,children=3",

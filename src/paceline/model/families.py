@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
@@ -21,7 +21,6 @@ from .rotations import Rope, read_layered_ropes, read_rope
 MAX_HEAD_DIM = 2**16
 SEGMENTS = 2  # of a draft of tracks
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
-Merge = Literal["gather", "sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,6 @@ class DecoderConfig:
     first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
     gathered: int = 1  # ranks whose heads and MLP's inside `out` and `down` read; each has so many times fewer outputs
     tracks: int = 1  # that the layers consist of; widths and heads are those of all tracks together; see `tracks`
-    merge: Merge = "gather"  # the exchange of tracks between two segments
 
     @property
     def scale(self) -> float:
@@ -178,11 +176,11 @@ def _tracks(f: Fields) -> DecoderConfig:
         raise bad("num_tracks", tracks, wrong)
     if config.num_layers % SEGMENTS:
         raise bad("num_hidden_layers", config.num_layers, f"it must be divided by {SEGMENTS} segments")
-    if merge not in get_args(Merge):
-        raise bad("merge", merge, f"it must be one of: {', '.join(get_args(Merge))}")
+    if merge != "gather":
+        raise bad("merge", merge, "it must be gather")
     if not config.tied:
         raise CapabilityError("tie_word_embeddings = false", "a draft of tracks has one table", "train it so")
-    return replace(config, tracks=tracks, merge=cast("Merge", merge))
+    return replace(config, tracks=tracks)
 
 
 def _one_window(usual: int | None, f: Fields) -> DecoderConfig:

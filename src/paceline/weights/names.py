@@ -78,9 +78,8 @@ def _of_tracks(c: DecoderConfig) -> list[Piece]:
         for index in range(c.num_layers):
             pieces += _layer(track_shape, f"{source}.layers.{index}", f"{into}.body.layers.{index}")
         pieces.append(_norm(track_shape, f"{source}.merge_norm", f"{into}.merge_norm"))
-        reads = c.d_model if c.merge == "gather" else track_shape.d_model
         merge: dict[str, Any] = {"source": f"{source}.merge.weight", "into": f"{into}.merge.weight"}
-        pieces.append(Piece(**merge, shape=(track_shape.d_model, reads)))
+        pieces.append(Piece(**merge, shape=(track_shape.d_model, c.d_model)))
     return pieces
 
 

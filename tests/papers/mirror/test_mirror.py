@@ -73,9 +73,7 @@ def plain(jobs: Sequence[Any]) -> list[list[int]]:
     return ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
 
 
-@pytest.mark.parametrize(
-    "way", ["policy=wait", "policy=plain,ranks=scores", "rollout=beside", "rollout=beside,policy=plain"]
-)
+@pytest.mark.parametrize("way", ["rollout=between", "rollout=beside"])
 @pytest.mark.parametrize("name", [*PARAMS])
 def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     """A batch, in a pool so small that sequences are preempted and prompts are computed in chunks."""
@@ -183,7 +181,7 @@ def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
         ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=999999999999", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),
-        ("mirror,policy=hope", drafter(), "policy takes"),
+        ("mirror,rollout=hope", drafter(), "rollout takes"),
     ],
 )
 def test_what_does_not_fit_is_refused(round_: str, drafter_: Any, wrong: str) -> None:

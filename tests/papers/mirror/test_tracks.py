@@ -28,7 +28,6 @@ from paceline.weights import zoo
 from paceline.weights.source import read_config, resolve
 
 IDS = [*range(7, 40, 3)]
-MERGES = "gather", "sum"
 KINDS: dict[str, dict[str, Any]] = {
     "float64": {"attention": make_backend(torch.float64), "dtype": "float64"},
     "bfloat16": {"attention": make_backend(torch.bfloat16), "dtype": "bfloat16"},
@@ -42,10 +41,10 @@ def load(folder: Path, kind: str, ranks: Ranks | None = None) -> Tracks:
     return load_tracks(resolve(folder, how.pop("dtype")), ranks=ranks, **how)
 
 
-def draft(folder: Path, merge: Any = "gather", tracks: int = 2, vocab: int = 202, width: int = 32) -> TracksNetwork:
+def draft(folder: Path, tracks: int = 2, vocab: int = 202, width: int = 32) -> TracksNetwork:
     """A random draft, and its folder."""
     shape = {"layers": 4, "d_model": width * tracks, "d_ff": 48 * tracks, "heads": 2 * tracks, "kv_heads": tracks}
-    options = TracksOptions(tracks=tracks, merge=merge, **shape)
+    options = TracksOptions(tracks=tracks, **shape)
     config = options.config(vocab, 128, 0, 1, 2)
     network = TracksNetwork(decoder_config(config))
     network.init_weights(3)
@@ -71,12 +70,9 @@ def answer(decoder: Tracks) -> Tensor:
 
 
 @EACH
-@pytest.mark.parametrize("merge", MERGES)
-def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(
-    merge: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(kind: str, tmp_path: Path) -> None:
     tracks, vocab, rows = 4, 202, len(IDS)
-    draft(tmp_path, merge, tracks)
+    draft(tmp_path, tracks)
     whole, memory = answer(load(tmp_path, kind)), RankMemory(tracks)
     ranks = []
     for rank in range(tracks):
@@ -88,12 +84,10 @@ def test_a_process_a_track_gives_the_bits_of_one_at_two_joins_and_a_choice(
         found = [*threads.map(answer, decoders)]
     memory.close()
     assert whole.std() > 0.5 and all(torch.equal(own, whole) for own in found)
-    wide = 8 if kind == "float64" else 4
-    state, summed, logits = decoders[0].dtype.itemsize, wide, wide * -(-vocab // tracks)
-    merged = 32 * (summed if merge == "sum" else state)
+    state, logits = decoders[0].dtype.itemsize, (8 if kind == "float64" else 4) * -(-vocab // tracks)
     for own in ranks:
         assert own.joins.struct.collectives == 2 * (2 + 1)  # of two passes; tensor parallel has 2 a layer, 2 more
-        assert own.joins.struct.bytes == rows * (merged + 32 * state + logits)
+        assert own.joins.struct.bytes == rows * (2 * 32 * state + logits)
     held = sum(p.numel() for d in decoders for p in d.parameters())
     assert held < 1.1 * sum(p.numel() for p in load(tmp_path, kind).parameters())
 
@@ -147,8 +141,7 @@ def without(name: str) -> Callable[[Path], None]:
         (edited(num_tracks=3), "num_tracks = 3: there must be two or more, which divide hidden_size"),
         (edited(num_tracks=1), "num_tracks = 1: there must be two or more"),
         (edited(num_tracks=None), "'num_tracks' is missing"),
-        (edited(merge="mean"), "merge = 'mean': it must be one of: gather, sum"),
-        (edited(merge="sum"), r"tracks.0.merge.weight in .*its shape is \[32, 64\], config.json needs \[32, 32\]"),
+        (edited(merge="sum"), "merge = 'sum': it must be gather"),
         (edited(num_hidden_layers=3), "num_hidden_layers = 3: it must be divided by 2 segments"),
         (edited(tie_word_embeddings=False), "one table"),
         (edited(vocab_size=200), r"config.json needs \[200, 64\]"),

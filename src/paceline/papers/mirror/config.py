@@ -38,12 +38,6 @@ class MirrorConfig(AheadConfig):
         help="trained early exits, one of them after these layers; zoo: the embedded ones for the model; own: the "
         "target's own norm and head; auto: zoo where it has such exits, else own",
     )
-    policy: Literal["wait", "plain"] = option(
-        "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
-    )
-    ranks: Literal["noise", "scores"] = option(
-        "noise", help="candidates at temperature > 0: with the noise of the target's own choices, or by scores alone"
-    )
     rollout: Literal["between", "beside", "process"] = option(
         "between",
         help="drafts while the target stands still at its exit, or next to its other layers: in a thread, in a process",

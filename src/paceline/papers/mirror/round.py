@@ -18,7 +18,7 @@ import torch
 from ...core.inference import inference
 from ...core.sequence import Sequence
 from ...core.tree import TokenTree
-from ...draft.base import DraftRule, Levels, StepFeatures
+from ...draft.base import DraftRule, Levels
 from ...draft.sessions import ROOT, AsyncSessions, Opening
 from ...engine.ahead import SessionGuard
 from ...engine.base import RoundParts, StepResult, Work
@@ -61,13 +61,11 @@ class MirrorRound:
         self.verifier = make_verifier(parts.verifier, spec)
         self.emitter = Emitter(parts.target.num_layers, spec)
         self.gamma = spec.window
-        self.waits = config.policy == "wait"
         vocab = parts.target.config.vocab_size
         self._kappas = [(size, min(k, vocab)) for size, k in sorted(config.kappas.items(), reverse=True)]
         self._rollout: Rollout | None = None  # the one under way
         self._windows: dict[int, TokenTree] = {}  # by sequence with an open session; empty: the pass has none
-        self._fallen: set[int] = set()  # whose last outcome was not prepared for
-        self._guarded = SessionGuard(spec.name, sessions, self._drop)
+        self._guarded = SessionGuard(spec.name, sessions, self._windows.clear)
 
     @property
     def failure(self) -> str | None:
@@ -100,7 +98,9 @@ class MirrorRound:
         self.emitter.emit(p)
         if tapped is not None and taps is not None:
             tapped.source = {name: states[: p.main_rows] for name, states in taps.hidden.items()}
-            self._observe(show(p, tapped))
+            with self._guarded:
+                self.sessions.look()  # a drafting thread rests after this
+                self.drafter.observe(show(p, tapped))  # the target's states replace its own
         keep(p, self.pool)
         emitted = perf_counter()
         self._finish(self._said(p), [w.sequence.key for w in works if w.sequence.finished])
@@ -114,15 +114,11 @@ class MirrorRound:
         keys = [sequence.key for sequence in sequences]
         self._finish({}, keys)  # where a step ended in its middle
         for key in keys:
-            self._close(key)
+            if self._windows.pop(key, None) is not None:
+                with self._guarded:
+                    self.sessions.close(key)
         with self._guarded:
             self.drafter.release(keys)
-
-    def _observe(self, seen: StepFeatures) -> None:
-        """Show the drafter the target's states, which replace its own."""
-        with self._guarded:
-            self.sessions.look()  # a drafting thread rests after this
-            self.drafter.observe(seen)
 
     def forget(self) -> None:
         """Let the sessions forget sequences that ended."""
@@ -153,8 +149,7 @@ class MirrorRound:
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
         for work in works:
             key = work.sequence.key
-            waits = self.waits or key not in self._fallen
-            if work.budget > 0 and work.generates and waits and key in self._windows and not self._windows[key]:
+            if work.budget > 0 and work.generates and key in self._windows and not self._windows[key]:
                 rollout.begin(key, min(work.budget, work.max_depth, self.gamma))
         with self._guarded:
             rollout.run()
@@ -175,10 +170,10 @@ class MirrorRound:
             return candidates
         rows = [row for i in listening for row in range(p.spans[i].root, p.spans[i].stop)]
         logits = self.exit.logits(p.state.hidden[torch.tensor(rows, device=p.state.hidden.device)])
-        begin, noisy = 0, self.config.ranks == "noise"
+        begin = 0
         for i in listening:
             end = begin + p.spans[i].nodes
-            message = propose(p.works[i].sequence, windows[i].tokens, logits[begin:end], kappa, noisy)
+            message = propose(p.works[i].sequence, windows[i].tokens, logits[begin:end], kappa)
             if message is not None:
                 candidates[i] = message
             begin = end
@@ -218,14 +213,11 @@ class MirrorRound:
             reused = rollout.finish(tracked, [key for key in ended if key in self._windows])
         self._rollout = None
         for key in ended:
-            self._forget(key)
+            self._windows.pop(key, None)
         for outcome in outcomes:
             key, branch = outcome[0], reused.get(outcome)
             if key in self._windows:
                 self._windows[key] = TokenTree() if branch is None else branch.chain
-                self._fallen.discard(key)
-                if branch is None:
-                    self._fallen.add(key)
         return reused
 
     # -- the verdict
@@ -239,18 +231,3 @@ class MirrorRound:
                 tokens = p.tokens[i][:count]
                 outcomes[sequence.key, count - 1, tokens[-1]] = tokens
         return outcomes
-
-    def _close(self, key: int) -> None:
-        if self._forget(key):
-            with self._guarded:
-                self.sessions.close(key)
-
-    def _forget(self, key: int) -> bool:
-        """Return whether it had a session."""
-        self._fallen.discard(key)
-        return self._windows.pop(key, None) is not None
-
-    def _drop(self) -> None:
-        """All sessions are gone."""
-        self._windows.clear()
-        self._fallen.clear()

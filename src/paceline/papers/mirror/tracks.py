@@ -2,15 +2,13 @@
 
     embedding    of width G d; a track reads its own d columns
     segment      a track is a decoder of width d with its own heads, MLP and K/V
-    merge        one join between the segments. ``gather``: each track reads, by a product of its own, the normed states
-                 of all tracks. ``sum``: each track gives a product of its own normed state, and all add the sum.
+    merge        one join between the segments: each track reads, by a product of its own, the normed states of all
     segment
     end          one join: all states, side by side, are the row of width G d that final norm and head read
     choice       one join of logits, of which each process has those of a part of the vocabulary
 
 In one process tracks are computed one after the other. In G processes each has a track, as one of several `Ranks`,
-which join through their shared memory, with the same numbers: products are the same, a gather rounds nothing, and sums
-begin with track 0's in both.
+which join through their shared memory, with the same numbers: products are the same, and a gather rounds nothing.
 
 Source: Mirror Speculative Decoding, 3.3 and G.2, where the merge is not described; the rules here are ours. After SPD
 (Kim et al. 2025, arXiv 2502.20727), which leaves out joins of a trained model.
@@ -20,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,8 +53,7 @@ class Track(nn.Module):
         for parameter in (self.body.embedding, *(() if self.body.norm is None else self.body.norm.parameters())):
             parameter.data.zero_()  # ends that nobody reads
         dtype, device = self.body.dtype, self.body.device
-        reads = config.d_model if config.merge == "gather" else track_config.d_model
-        self.merge = Dense(reads, track_config.d_model, False, dtype, device)
+        self.merge = Dense(config.d_model, track_config.d_model, False, dtype, device)
         self.merge_norm = Norm(track_config, dtype, device)
         first, last = self.vocabulary
         self.head = Dense(config.d_model, last - first, False, dtype, device)
@@ -143,9 +139,8 @@ class Tracks(Decoder):
         """Implement `Decoder`: of the tracks that are here, with their merges and their parts of the head."""
         track_config = self.config.track
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(track_config).values())
-        reads = self.config.d_model if self.config.merge == "gather" else track_config.d_model
-        head = sum(last - first for first, last in (track.vocabulary for track in self._each)) * self.config.d_model
-        weights = len(self._each) * (self.num_layers * layer + track_config.d_model * reads) + head
+        width, head = self.config.d_model, sum(last - first for first, last in (t.vocabulary for t in self._each))
+        weights = len(self._each) * (self.num_layers * layer + track_config.d_model * width) + head * width
         return round(self.weight_bytes * weights)
 
     @property
@@ -182,25 +177,14 @@ class Tracks(Decoder):
         for segment in range(SEGMENTS):
             layers = [(segment + i) * self.num_layers // SEGMENTS for i in (0, 1)]
             if segment:
-                self._merge(states)
+                pairs = [*zip(self._each, states, strict=True)]
+                seen = self._side_by_side([track.merge_norm(track_state.hidden) for track, track_state in pairs])
+                for track, track_state in pairs:
+                    track_state.hidden = track.product.add(seen, track_state.hidden)
             for track, track_state, part in zip(self._each, states, self._cache(cache), strict=True):
                 track_state.hidden = track.body.run_layers(track_state, *layers, part).hidden
         state.hidden = self._side_by_side([track_state.hidden for track_state in states])
         return state
-
-    def _merge(self, states: Sequence[ForwardState]) -> None:
-        pairs = [*zip(self._each, states, strict=True)]
-        normed = [track.merge_norm(state.hidden) for track, state in pairs]
-        if self.config.merge == "gather":
-            seen = self._side_by_side(normed)
-            for track, state in pairs:
-                state.hidden = track.product.add(seen, state.hidden)
-            return
-        outputs = [track.product.wide(x) for track, x in zip(self._each, normed, strict=True)]
-        total = outputs[0] if self.ranks is None else self.ranks.joins.sum(outputs[0])
-        total = reduce(torch.Tensor.add_, outputs[1:], total)
-        for _, state in pairs:
-            state.hidden = state.hidden + total.to(self.dtype)
 
     def _side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
         """Return [rows, G d] of all tracks' [rows, d]."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...core.options import option
-from ...model.families import SEGMENTS, DecoderConfig, Merge, linear_shapes
+from ...model.families import SEGMENTS, DecoderConfig, linear_shapes
 from ...model.layers import _ACTIVATIONS
 from ...model.linear import nan_parameter
 from ...model.rope import RopeTable
@@ -71,8 +71,7 @@ class TracksNetwork(nn.Module):
         options: dict[str, Any] = {"dtype": torch.float32, "device": place, "trainable": True}
         self.embedding = nan_parameter((c.vocab_size, c.d_model), **options)
         self.layers = nn.ModuleList(_TrackLayer(track_config, c.tracks, place) for _ in range(c.num_layers))
-        reads = c.d_model if c.merge == "gather" else track_config.d_model
-        self.merge = nan_parameter((c.tracks, track_config.d_model, reads), **options)
+        self.merge = nan_parameter((c.tracks, track_config.d_model, c.d_model), **options)
         self.merge_norm = nan_parameter((c.d_model,), **options)
         self.norm = nan_parameter((c.d_model,), **options)
 
@@ -100,10 +99,8 @@ class TracksNetwork(nn.Module):
     def merged(self, x: Tensor) -> Tensor:
         """Return [G, B, T, d] of all tracks, after what they give each other; see `papers.mirror.tracks`."""
         c = self.config
-        normed = gained(x, self.merge_norm, c.norm_eps)
-        if c.merge == "sum":
-            return x + product(normed, self.merge).sum(0)
-        return x + product(normed.movedim(0, 2).flatten(2).expand(c.tracks, -1, -1, -1), self.merge)
+        normed = gained(x, self.merge_norm, c.norm_eps).movedim(0, 2).flatten(2)
+        return x + product(normed.expand(c.tracks, -1, -1, -1), self.merge)
 
     # -- files
 
@@ -153,13 +150,10 @@ class TracksOptions(DistilledOptions):
     """A draft of tracks; widths and heads are those of all tracks together."""
 
     tracks: int = option(4, help="parts without traffic between two merges, each for a process of its own", minimum=2)
-    merge: Merge = option(
-        "gather", help="between two segments: gather (a track reads all states) or sum (all read one)"
-    )
 
     network: ClassVar[Callable[..., Any]] = TracksNetwork
 
     def config(self, *sizes: Any, **more: Any) -> dict[str, Any]:
         """Return its config.json; arguments as for `ModelShape`."""
         marks = {"architectures": ["PacelineTracksForCausalLM"], "model_type": "paceline_tracks"}
-        return {**super().config(*sizes, **more), **marks, "num_tracks": self.tracks, "merge": self.merge}
+        return {**super().config(*sizes, **more), **marks, "num_tracks": self.tracks, "merge": "gather"}
