@@ -3,7 +3,6 @@
     python studies/mirror.py table_1 parameters --out build/mirror                      # nothing runs
     python studies/mirror.py figure_7 traces figure_3b simulated --out build/mirror     # counts, and times nothing
     python studies/mirror.py law figure_3a figure_4 figure_5 --out build/mirror         # on an idle machine
-    python studies/mirror.py figure_6b figure_4 --streams FOLDER --out build/mirror     # and with streams in the draft
     python studies/mirror.py tracks_law --out build/mirror                              # on an idle machine
     python studies/mirror.py figure_9 --log RUN/log.jsonl --out build/mirror            # of `paceline train exits`
 

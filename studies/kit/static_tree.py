@@ -77,7 +77,7 @@ class TreeSource(Source):
             width = [*self.factors, 1][level]
             asks.append(Expand(request, expand=[*self._asked[request]], width=width))
         if asks:
-            self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
+            self._growing = self.sessions.begin(asks)
 
 
 class StaticTreeRound(PipelineRound):

@@ -251,10 +251,10 @@ class VirtualSessions(LocalSessions):
                     answer = error
             self._outbox.put(answer)
 
-    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+    def begin(self, asks: Sequence[Expand]) -> LocalGrowing:
         """See `AsyncSessions`."""
         self._inbox.put(asks)
-        self._waiting = LocalGrowing.of(asks, levels)
+        self._waiting = LocalGrowing.of(asks)
         return self._waiting
 
     def look(self) -> None:

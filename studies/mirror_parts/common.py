@@ -30,7 +30,6 @@ class MirrorFlags(Options):
 
     draft: str = asked("paceline-small-draft", "Draft model.", "MODEL")
     draft_times: int = asked(1, "Layers for each of the draft's own; more add zero (tools/stretch.py).", "N")
-    streams: str | None = asked(None, "Streams of the draft model; none: it drafts a token a pass.", "FOLDER")
     gamma: int = asked(3, "Tokens of a window.", "N")
     heads: str | None = asked(None, "Trained early exits; none: the target's own norm and head.", "FOLDER")
     exits: str = asked("1/4,1/2,3/4", "Depths of the exit.", "DEPTH,..")
@@ -46,7 +45,6 @@ class MirrorFlags(Options):
         return replace(
             super().resolved(),
             draft=stretched(self.draft, self.draft_times),
-            streams=self.streams and stretched(self.streams, self.draft_times),
             heads=self.heads and stretched(self.heads, self.times),
         )
 
@@ -85,8 +83,7 @@ study = Study(
 
 def drafter_of(ask: MirrorFlags, gamma: int | None = None) -> str:
     """The draft model, as it is named."""
-    kind, streams = ("streaming_draft", f",streams={written(ask.streams)}") if ask.streams else ("draft_model", "")
-    return f"{kind}:{written(ask.draft)},depth={gamma or ask.gamma}{streams}"
+    return f"draft_model:{written(ask.draft)},depth={gamma or ask.gamma}"
 
 
 def mirror_of(ask: MirrorFlags, kappa: int, exit_: str = "1/2", more: str = "") -> str:

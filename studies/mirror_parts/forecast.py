@@ -152,9 +152,9 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     round_: Any = llm.engine.round
     begin, shapes = round_.sessions.begin, list[Shape]()
 
-    def noted(asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> Any:
-        shapes.extend(shape_of(own, wanted) for own, wanted in zip(asks, levels, strict=True) if own.added)
-        return begin(asks, levels)
+    def noted(asks: Sequence[Expand]) -> Any:
+        shapes.extend(shape_of(own) for own in asks if own.added)
+        return begin(asks)
 
     round_.sessions.begin = noted
     heard = listen(llm, others_of(ask, llm), ask, 0.0, alone=True)
@@ -162,10 +162,12 @@ def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     return len(fallback) / len(reuse + fallback), len(reuse + fallback), shapes
 
 
-def shape_of(own: Expand, levels: Sequence[int]) -> Shape:
+def shape_of(own: Expand) -> Shape:
     """Of one sequence's candidates, whose places are numbered as they come."""
     places: dict[int, int] = {}
-    return [(places.setdefault(node, len(places)), most) for (node, _), most in zip(own.added, levels, strict=True)]
+    return [
+        (places.setdefault(node, len(places)), most) for (node, _), most in zip(own.added, own.levels, strict=False)
+    ]
 
 
 # -- what is measured
@@ -357,4 +359,4 @@ class Busy:
     def _begin(self, key: int) -> None:
         shape = next(self._shapes)
         given = [(ROOT, token) for token in range(len(shape))]
-        self._growing[key] = self.sessions.begin([Expand(key, given)], [[levels for _, levels in shape]])
+        self._growing[key] = self.sessions.begin([Expand(key, given, levels=[levels for _, levels in shape])])

@@ -1,4 +1,4 @@
-"""What is timed: the latency law, figures 3a and 6b, each run in a process of its own, and figures 4 and 5.
+"""What is timed: the latency law, figure 3a, each run in a process of its own, and figures 4 and 5.
 
 These need a machine without other work, of two cores at least.
 """
@@ -17,12 +17,11 @@ from kit.grid import apart
 from kit.paced import Pace, paced_drafters
 from kit.study import Entry, Grid, Table
 
-from mirror_parts.common import SIX, MirrorFlags, drafter_of, listen, mirror_of, prompts_of, study
+from mirror_parts.common import MirrorFlags, drafter_of, listen, mirror_of, prompts_of, study
 from mirror_parts.forecast import ALONE, Forecast, Parts, Step, after, forecast, steps_of, whole
 from paceline import LLM
 from paceline.bench.methods import parse_method
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.papers.streaming.draft_sessions import StreamingSessions
 from paceline.runtime.clock import RealClock
 from paceline.runtime.placement import cores, pin
 
@@ -42,8 +41,6 @@ class TimedRun:
     passes: int
     accepted: int
     draft: float  # on the critical path; with what the first passes had of it
-    windows: int  # drafted in series by a draft with streams, and its passes for them
-    internal: int
     steps: list[Step]  # of passes behind a prompt, in the mirror round
 
     @property
@@ -88,8 +85,6 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> TimedRun:
         llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
     if not more and ask.level_ms:
         slow(llm, ask.level_ms)
-    chains = None if more else _streaming(llm)
-    windows = [] if chains is None else counted(_drafter(llm))
     prompts = [prompt for task in ask.names for prompt in prompts_of(ask, llm, task)]
     listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
     heard = listen(llm, prompts, ask, 0.0, alone=True)
@@ -100,24 +95,14 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> TimedRun:
         passes=sum(s.passes - 1 for s in stats),
         accepted=sum(s.accepted for s in stats),
         draft=sum(s.draft_ms for s in stats),
-        windows=len(windows),
-        internal=0 if chains is None else chains.passes,
         steps=steps_of(heard),
     )
 
 
 def slow(llm: LLM, level_ms: float) -> None:
     """Give each level of serial speculation's drafts a time: each pass of the draft."""
-    drafter, sessions = _drafter(llm), _streaming(llm)
-    if sessions is not None:
-        grow, one = sessions.grow, Pace(RealClock(), lambda passes: passes * level_ms / 1e3)
-
-        def grown(asks: Any) -> Any:
-            with one.work(1):
-                return grow(asks)
-
-        sessions.grow = grown
-        return
+    round_: Any = llm.engine.round
+    drafter = round_.guard.drafter
     draft, pace = drafter.draft, Pace(RealClock(), lambda levels: levels * level_ms / 1e3)
 
     def paced(want: Any) -> Any:
@@ -127,32 +112,6 @@ def slow(llm: LLM, level_ms: float) -> None:
     drafter.draft = paced
 
 
-def counted(drafter: Any) -> list[int]:
-    """The tokens wanted of each window that serial speculation has drafted from now on."""
-    draft, windows = drafter.draft, list[int]()
-
-    def noted(want: Any) -> Any:
-        wanted = max(map(min, want.budgets, want.max_depths))
-        if wanted > 0:
-            windows.append(wanted)
-        return draft(want)
-
-    drafter.draft = noted
-    return windows
-
-
-def _drafter(llm: LLM) -> Any:
-    """Of serial speculation."""
-    round_: Any = llm.engine.round
-    return round_.guard.drafter
-
-
-def _streaming(llm: LLM) -> Any:
-    """The sessions by which serial speculation drafts several tokens a pass; None: it drafts a token a pass."""
-    sessions = _drafter(llm).own_sessions
-    return sessions if isinstance(sessions, StreamingSessions) else None
-
-
 def _two_cores(ask: MirrorFlags) -> None:
     here = cores()
     if ask.core not in here or len(here) < 2:
@@ -160,7 +119,7 @@ def _two_cores(ask: MirrorFlags) -> None:
 
 
 @study.table(
-    takes=("draft", "draft_times", "streams", "gamma", "heads", "candidates", "core", "rows", "level_ms"),
+    takes=("draft", "draft_times", "gamma", "heads", "candidates", "core", "rows", "level_ms"),
     **STRETCHED,
     tasks="sql",
     prompts=8,
@@ -269,7 +228,7 @@ def _said(facts: dict[str, Any]) -> list[str]:
 
 
 @study.figure(
-    takes=("draft", "draft_times", "streams", "heads", "candidates", "core", "rows", "level_ms"),
+    takes=("draft", "draft_times", "heads", "candidates", "core", "rows", "level_ms"),
     **STRETCHED,
     tasks="sql",
     prompts=4,
@@ -282,15 +241,13 @@ def figure_3a(ask: MirrorFlags) -> Iterator[Table | None]:
     yield None
     rows, series = [], []
     gammas = GAMMAS[:2] if ask.quick else GAMMAS
-    for drafts, one in _drafts(ask).items():
-        for way in (SERIAL, MIRROR):
-            accepted, exposed = [], []
-            for gamma, run in zip(gammas, apart(ran, one, way, gammas), strict=True):
-                accepted.append(run.accepted / run.passes)
-                exposed.append(run.draft / run.passes)
-                name = f"{way}{drafts}"
-                rows.append([name, str(gamma), f"{accepted[-1]:.2f}", f"{exposed[-1]:.2f}", f"{run.ms:.2f}"])
-            series.append(Series(label=f"{way}{drafts}", x=accepted, y=exposed))
+    for way in (SERIAL, MIRROR):
+        accepted, exposed = [], []
+        for gamma, run in zip(gammas, apart(ran, ask, way, gammas), strict=True):
+            accepted.append(run.accepted / run.passes)
+            exposed.append(run.draft / run.passes)
+            rows.append([way, str(gamma), f"{accepted[-1]:.2f}", f"{exposed[-1]:.2f}", f"{run.ms:.2f}"])
+        series.append(Series(label=way, x=accepted, y=exposed))
     yield Table(
         title="Accepted tokens and draft time on the critical path",
         head=("way", "window", "accepted a pass", "draft ms a pass", "ms a token"),
@@ -315,88 +272,23 @@ def figure_3a(ask: MirrorFlags) -> Iterator[Table | None]:
     )
 
 
-def _drafts(ask: MirrorFlags) -> dict[str, MirrorFlags]:
-    """The plain draft, and that with streams, where there are any: what is behind a label, and who is asked."""
-    plain = {"": replace(ask, streams=None)}
-    return plain | ({", streams": ask} if ask.streams else {})
-
-
-@study.table(
-    takes=("draft", "draft_times", "streams", "gamma", "core"),
-    **STRETCHED,
-    tasks=SIX,
-    prompts=2,
-    max_new_tokens=48,
-    gamma=5,
-)
-def figure_6b(ask: MirrorFlags) -> Iterator[Table | None]:
-    """A draft with streams against a plain one, in series: its passes and its time for a window."""
-    _two_cores(ask)
-    if not ask.streams:
-        raise ConfigError("figure_6b", "no streams of the draft are named", "give --streams FOLDER")
-    yield None
-    rows, values = [], {}
-    for task in ask.names:
-        best: dict[str, TimedRun] = {}
-        for _ in range(ask.repeats):  # in turns
-            for name, one in _drafts(replace(ask, tasks=task)).items():
-                (run,) = apart(ran, one, SERIAL, [ask.gamma])
-                if name not in best or run.draft / run.passes < best[name].draft / best[name].passes:
-                    best[name] = run
-        plain, streams = best[""], best[", streams"]
-        times = [run.draft / run.passes for run in (plain, streams)]
-        steps = streams.internal / streams.windows
-        same = (plain.passes, plain.accepted) == (streams.passes, streams.accepted)
-        values[task] = {"plain_ms": times[0], "streams_ms": times[1], "internal_steps": steps, "same": same}
-        shown = (
-            f"{steps:.2f}",
-            f"{ask.gamma / steps:.2f}",
-            f"{times[0]:.2f}",
-            f"{times[1]:.2f}",
-            f"{times[0] / times[1]:.2f}",
-        )
-        rows.append([task, *shown, "yes" if same else "NO"])
-    yield Table(
-        title="A draft with streams, alone",
-        head=(
-            "task",
-            "passes a window",
-            "tokens a pass",
-            "plain, ms",
-            "streams, ms",
-            "speed-up",
-            "same windows accepted",
-        ),
-        parts={"": rows},
-        values={"tasks": values, "gamma": ask.gamma},
-        remarks=[
-            f"windows of {ask.gamma} tokens, which the plain draft drafts in as many passes",
-            f"best of {ask.repeats}",
-        ],
-    )
-
-
 def _both(ask: MirrorFlags) -> list[Entry]:
     """Serial speculation, and the mirror round with a drafter's process; target and drafter have a thread each."""
     if len(cores()) < 2:
         raise CapabilityError("two processes", "this process may use one core", "give it two")
-    entries, more = [], ",rollout=process,threads=1"
-    for drafts, one in _drafts(ask).items():
-        drafter, name = drafter_of(one), drafts.replace(", ", "-")
-        round_ = mirror_of(ask, ask.candidates, more=more)
-        entries += [
-            Entry(parse_method(f"serial{name}={drafter};budget={ask.gamma}"), f"serial{drafts}"),
-            Entry(parse_method(f"mirror{name}={drafter};round={round_}"), f"mirror{drafts}"),
-        ]
-    return entries
+    drafter, round_ = drafter_of(ask), mirror_of(ask, ask.candidates, more=",rollout=process,threads=1")
+    return [
+        Entry(parse_method(f"serial={drafter};budget={ask.gamma}"), "serial"),
+        Entry(parse_method(f"mirror={drafter};round={round_}"), "mirror"),
+    ]
 
 
-BOTH = ("draft", "draft_times", "streams", "candidates", "gamma", "heads")
+BOTH = ("draft", "draft_times", "candidates", "gamma", "heads")
 
 
 @study.figure(takes=BOTH, **STRETCHED, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
 def figure_4(ask: MirrorFlags) -> Grid:
-    """Speed-up over the target alone: serial and mirror, a plain draft and one with streams, greedy and at T = 1."""
+    """Speed-up over the target alone: serial and mirror, greedy and at T = 1."""
     cells = {"temperatures": (0.0, 1.0)}
     return Grid(title="Serial and mirror", entries=_both(ask), x_label="temperature", cell="temperature", cells=cells)
 

@@ -39,7 +39,6 @@ CASES = {
     "prediction": Case("prediction", 25),
     "grammar": Case("grammar", 16, {"grammar": {"kind": "json_schema", "text": json.dumps(PEOPLE)}}),
     "draft_model": Case("draft_model", 63),
-    "streaming_draft": Case("streaming_draft:paceline-small-draft,streams=paceline-small-draft-streams", 70),
     "medusa": Case("medusa", 102),
     "hybrid": Case("hybrid:paceline-small-draft", 66),
     "streams": Case("streams", 89),

@@ -117,7 +117,7 @@ def timed() -> Iterator[Timed]:
 
 def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Timed):
     clock, sessions = timed.clock, timed.sessions
-    growing = sessions.begin([Expand(0, [(ROOT, 20), (ROOT, 30)], [ROOT])], [[9, 9, 9]])
+    growing = sessions.begin([Expand(0, [(ROOT, 20), (ROOT, 30)], [ROOT], levels=[9, 9, 9])])
     clock.sleep_until(0.0071)  # levels end at 2.5, 4.5 and 6.5 ms, and are known 0.5 ms later
     sessions.look()
     assert len(growing.levels) == 3 and not growing.done
@@ -223,7 +223,7 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain
         threading.Timer(0.02, lambda: os.kill(worker.pid or 0, signal.SIGKILL)).start()
         with pytest.raises(DraftsLost):
             while True:
-                there.wait(there.begin([Expand(0, [(ROOT, 21)], [])], [[50]]))
+                there.wait(there.begin([Expand(0, [(ROOT, 21)], [], levels=[50])]))
         assert "died: killed by SIGKILL" in worker.faults[0]
         assert mirrored(there)[0] == plain
     finally:

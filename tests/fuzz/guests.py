@@ -19,7 +19,6 @@ from paceline.draft.magicdec import MagicDec, MagicDecConfig
 from paceline.draft.ngram import NgramConfig
 from paceline.draft.registry import DrafterContext
 from paceline.draft.suffix import SuffixConfig
-from paceline.papers.streaming.draft_model import StreamingDraft
 from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 
 
@@ -38,16 +37,6 @@ class Guest:
 def _model(noise: float = 0.03, verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
     config = DraftModelConfig(model="tiny-draft", **options)
     return Guest(lambda world, known: DraftModel(config, draft(world, noise)), verifiers)
-
-
-def _streaming(noise: float = 0.03, **options: Any) -> Guest:
-    def make(world: World, known: Known) -> Any:
-        own = lossless_streams(world)  # the draft has the target's shape
-        if own.adapters is not None:
-            own.adapters.prepare()
-        return StreamingDraft(DraftModelConfig(model="tiny-draft", **options), draft(world, noise), own)
-
-    return Guest(make)
 
 
 LOOKUP, MODEL = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
@@ -129,6 +118,4 @@ GUESTS: dict[str, Guest] = {
     "pipeline": replace(_model(depth=3, noise=0.06), round="pipeline,stages=3,width=4,children=3"),
     "pipeline_shared": replace(_model(depth=3), round="pipeline,stages=2,width=6,children=2,rows=5"),
     "pipeline_hybrid": replace(_hybrid(f"{LOOKUP}+{MODEL}"), round="pipeline,stages=2,width=3,children=2"),
-    "chain_streams": _streaming(depth=4),
-    "mirror_streams": replace(_streaming(depth=4), round="mirror,kappa=4,exit=1/2"),
 }

@@ -32,7 +32,6 @@ from paceline.model.families import DecoderConfig
 from paceline.model.linear import Quant
 from paceline.model.rope import RopeConfig
 from paceline.papers.streaming.application import make_application
-from paceline.papers.streaming.draft_model import StreamingDraft
 from paceline.papers.streaming.drafter import StreamsConfig, StreamsDrafter
 from paceline.papers.streaming.model import Mode, StreamConfig, StreamSet
 
@@ -251,14 +250,6 @@ def draft_model(*, noise: float = 0.03, target: dict[str, Any] | None = None, **
     decoder = tiny_decoder(**{**(target or {}), "noise": noise, "exact": False})
     loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft", folder=None)
     return DraftModel(DraftModelConfig(model="tiny-draft", **options), loaded)
-
-
-def streaming_model(*, dtype: torch.dtype = torch.float64, **options: Any) -> DraftModel:
-    """A `draft_model` with random streams of its own."""
-    made = draft_model(**options)
-    streams = tiny_streams(made.decoder.config, dtype=dtype, prune_rank=0)
-    streams.adapters.prepare()  # type: ignore[union-attr]
-    return StreamingDraft(made.config, SimpleNamespace(decoder=made.decoder, tokenizer=None, name=made.name), streams)
 
 
 LOOKUP, MODEL = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"

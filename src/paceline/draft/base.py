@@ -179,16 +179,13 @@ class Drafter:
                 open_[view.key] = tree, ROOT, min(count, self.spec.window)
         floor = want.log_floor
         while open_:
-            asks = [Expand(key, expand=[tip], most=[count]) for key, (_, tip, count) in open_.items()]
+            asks = [Expand(key, expand=[tip]) for key, (_, tip, _) in open_.items()]
             for ask, grown in zip(asks, sessions.grow(asks), strict=True):
                 tree, _, count = open_.pop(ask.key)
-                for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
-                    tree.add(len(tree), token, log_q + tree.score(len(tree)))
-                    if tree.scores[-1] < floor:
-                        break
-                more = count - len(grown.tokens)
-                if grown.nodes and more > 0 and tree.scores[-1] >= floor:
-                    open_[ask.key] = tree, grown.nodes[-1], more
+                if grown.nodes:
+                    tree.add(len(tree), grown.tokens[0], grown.log_q[0] + tree.score(len(tree)))
+                    if count > 1 and tree.scores[-1] >= floor:
+                        open_[ask.key] = tree, grown.nodes[0], count - 1
         return trees
 
     def release(self, keys: abc.Sequence[int]) -> None:

@@ -104,18 +104,14 @@ class DraftModelConfig(DrafterConfig):
 
     def build(self, context: DrafterContext) -> DraftModel:
         """Load the model next to the target."""
-        loaded = self.load(context)
-        loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
-        return DraftModel(self, loaded)
-
-    def load(self, context: DrafterContext) -> Any:
-        """Return the draft's decoder, tokenizer and name."""
         if context.load_model is None:
             raise CapabilityError(
                 f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
             )
         apart = (self.processes,) if self.processes > 1 else ()
-        return context.load_model(self.model, self.dtype, *apart)
+        loaded = context.load_model(self.model, self.dtype, *apart)
+        loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
+        return DraftModel(self, loaded)
 
 
 class DraftModel(Drafter):
@@ -168,17 +164,12 @@ class DraftModel(Drafter):
         return self._make(rows)
 
     def _make(self, rows: int) -> ModelSessions:
-        """Sessions with room for so many drafted rows of each sequence."""
-        return ModelSessions(*self._parts(rows))
-
-    def _parts(self, rows: int, scratch: int = 0) -> tuple[Any, ...]:
-        """Return the arguments of `ModelSessions`, with room for texts, drafted rows and scratch slots."""
+        """Sessions with room for texts and so many drafted rows of each sequence."""
         sequences, tokens, device = self._size
-        shape, total = self.decoder.cache_shape, tokens + sequences * (rows + 32)
-        pool = KVPool(*shape, total, self.decoder.dtype, device, scratch_slots=scratch)
+        pool = KVPool(*self.decoder.cache_shape, tokens + sequences * (rows + 32), self.decoder.dtype, device)
         if self.decoder.ranks is not None and self.decoder.ranks.line is not None:
             self.decoder.ranks.line.follow(pool)
-        return self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled"
+        return ModelSessions(self.decoder, pool, self._vocab, self._eos_ids, self.config.proposes == "coupled")
 
     @inference
     def draft(self, want: DraftRequest) -> list[TokenTree]:
@@ -227,7 +218,8 @@ class DraftModel(Drafter):
     def _start(self, view: Sequence, budget: int, max_depth: int) -> Growth:
         """Return a tree that is still empty; its budget is 0 where the target continues alone."""
         session = self.model.follow(view)
-        growth = Growth(view, 0, self._depth(view, max_depth))
+        depth = min(max_depth, len(self.config.factors), self.decoder.config.max_position - len(view.tokens))
+        growth = Growth(view, 0, depth)
         if not self.model.reads(session):
             session.cache.release()  # of no use any more: the text will keep that token
             return growth
@@ -235,10 +227,6 @@ class DraftModel(Drafter):
         if drafts and self.model.make_room(session, self._room(growth.max_depth)):
             growth.budget = budget
         return growth
-
-    def _depth(self, sequence: Sequence, max_depth: int) -> int:
-        """Levels that can be drafted; 0 or less where the sequence fills the draft's context."""
-        return min(max_depth, len(self.config.factors), self.decoder.config.max_position - len(sequence.tokens))
 
     def _room(self, depth: int) -> int:
         """Rows of a tree of so many levels: nodes above its last one, which is not expanded."""

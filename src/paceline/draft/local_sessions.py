@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from .sessions import DraftSessions, Expand, NewNodes, Opening, Pending
@@ -15,48 +15,32 @@ class LocalGrowing:
     """A growth that is under way: requests of its next level, and results; see `Pending`."""
 
     asks: dict[int, Expand]  # by sequence, of the next level
-    levels_left: dict[int, dict[int, int]]  # by sequence: of each node in its request the levels below it
-    added: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
     ticket: int = 0  # by which its caller knows it
     levels: list[dict[int, NewNodes]] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
     done: bool = False
 
     @staticmethod
-    def of(asks: Sequence[Expand], levels: Sequence[Sequence[int]], ticket: int = 0) -> LocalGrowing:
+    def of(asks: Sequence[Expand], ticket: int = 0) -> LocalGrowing:
         """Return its beginning; see `AsyncSessions.begin`."""
-        growth = LocalGrowing({}, {}, {}, ticket)
-        for ask, levels_below in zip(asks, levels, strict=True):
-            count = len(ask.added)
-            growth.asks[ask.key], growth.added[ask.key] = replace(ask, most=levels_below), [*levels_below[:count]]
-            growth.levels_left[ask.key] = dict(zip(ask.expand, levels_below[count:], strict=True))
-        return growth
-
-    def plan_next_level(self, key: int, grown: NewNodes) -> None:
-        """Plan the next level of a sequence, given the level that was drafted now."""
-        levels_left = self.levels_left.pop(key) | dict(zip(grown.added, self.added.pop(key, ()), strict=True))
-        del self.asks[key]
-        if max(levels_left.values()) == 1:
-            return
-        below: dict[int, int] = {}
-        for parent, node in zip(grown.parents, grown.nodes, strict=True):  # parents first
-            below[node] = (below[parent] if parent in below else levels_left[parent]) - 1
-        if tips := {node: levels for node, levels in below.items() if levels > 0 and node not in grown.parents}:
-            ask = Expand(key, (), [*tips], most=[*tips.values()])
-            self.asks[key], self.levels_left[key], self.added[key] = ask, tips, []
+        return LocalGrowing({ask.key: ask for ask in asks}, ticket)
 
     def call_off(self, key: int) -> None:
         """Draft nothing more for a sequence."""
-        for part in (self.asks, self.levels_left, self.added):
-            part.pop(key, None)
+        self.asks.pop(key, None)
         self.done = not self.asks
 
     def advance(self, grow: Callable[..., list[NewNodes]], now: Callable[[], float] = perf_counter) -> None:
         """Draft one level of everything that is left, by a function that takes `Expand`s; the time is ``now``'s."""
         began, asks = now(), [*self.asks.values()]
         level = {ask.key: grown for ask, grown in zip(asks, grow(asks), strict=True)}
-        for key, grown in level.items():
-            self.plan_next_level(key, grown)
+        for ask in asks:
+            del self.asks[ask.key]
+            grown, nodes = level[ask.key], [*level[ask.key].added, *ask.expand]
+            left = dict(zip(nodes, ask.levels or [1] * len(nodes), strict=True))
+            tips = {n: left[p] - 1 for p, n in zip(grown.parents, grown.nodes, strict=True) if left[p] > 1}
+            if tips:
+                self.asks[ask.key] = Expand(ask.key, (), [*tips], levels=[*tips.values()])
         self.levels.append(level)
         self.times.append((began, now()))
         self.done = not self.asks
@@ -83,9 +67,9 @@ class LocalSessions:
         """Implement `AsyncSessions`."""
         return True
 
-    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+    def begin(self, asks: Sequence[Expand]) -> LocalGrowing:
         """Implement `AsyncSessions`; drafting at once raises what the sessions raise."""
-        growth = LocalGrowing.of(asks, levels)
+        growth = LocalGrowing.of(asks)
         if self._thread is None:
             self._draft(growth)
         else:

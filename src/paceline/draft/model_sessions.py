@@ -115,7 +115,12 @@ class ModelSessions(NetworkSessions):
 
     def _compute(self, parts: abc.Sequence[Expansion]) -> Tensor:
         """[wanted nodes of all, V] logits; every sequence has just the rows of this pass reserved."""
-        packer, rows = self._lay_out(parts)
+        packer, rows = RowPacker(self.decoder, self.decoder.device), list[int]()
+        for one in parts:
+            first, pending = packer.rows, one.session.pending
+            self._pack(packer, one.session, pending, one.computed)
+            place = {node: first + pending + i for i, node in enumerate(one.computed)}
+            rows += [place[node] if node != ROOT else first + pending - 1 for node in one.parents]
         batch = packer.batch()
         with self.decoder.whole_run(batch, self.pool, LOGITS, rows):
             logits = self._logits(self._run(batch), rows)
@@ -132,17 +137,6 @@ class ModelSessions(NetworkSessions):
         session.cache.enter()
         self.pool.settle([(session.cache, range(session.cache.ahead), session.pending)])
         session.cache.publish(session.view.tokens)
-
-    def _lay_out(self, ready: abc.Sequence[Expansion]) -> tuple[RowPacker, list[int]]:
-        """Return the rows of a pass, and those of the wanted nodes, session by session."""
-        packer = RowPacker(self.decoder, self.decoder.device)
-        rows: list[int] = []
-        for one in ready:
-            first, pending = packer.rows, one.session.pending
-            self._pack(packer, one.session, pending, one.computed)
-            place = {node: first + pending + i for i, node in enumerate(one.computed)}
-            rows += [place[node] if node != ROOT else first + pending - 1 for node in one.parents]
-        return packer, rows
 
     def _run(self, batch: Batch) -> Tensor:
         """[rows, d_model] states after the last layer."""

@@ -101,14 +101,11 @@ class NetworkSessions(TextSessions):
     def _expand(self, ready: abc.Sequence[Expansion]) -> None:
         """Compute one pass, and add the children from its logits."""
         logits = self._compute(ready)
-        for one, scores in zip(ready, logits.split([len(one.parents) for one in ready]), strict=True):
-            self._add_children(one, scores)
-
-    def _add_children(self, one: Expansion, logits: Tensor) -> None:
-        scores = self._scores(one.session, one.parents, logits, one.ask.width)
-        children = [] if scores is None else likeliest(scores, one.ask.width)
-        for parent, pairs in zip(one.parents, children, strict=False):
-            self._put(one.session, parent, self.source, pairs, one.grown)
+        for one, part in zip(ready, logits.split([len(one.parents) for one in ready]), strict=True):
+            scores = self._scores(one.session, one.parents, part, one.ask.width)
+            children = [] if scores is None else likeliest(scores, one.ask.width)
+            for parent, pairs in zip(one.parents, children, strict=False):
+                self._put(one.session, parent, self.source, pairs, one.grown)
 
     def _scores(self, session: Any, parents: abc.Sequence[int], logits: Tensor, width: int) -> Tensor | None:
         """Return what children are ranked by; None: the request's own rules fail, and will end it.

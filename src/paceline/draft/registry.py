@@ -39,7 +39,6 @@ _BUILTIN = {
     "medusa": "paceline.draft.medusa:MedusaConfig",
     "hybrid": "paceline.draft.hybrid:HybridConfig",
     "streams": "paceline.papers.streaming.drafter:StreamsConfig",
-    "streaming_draft": "paceline.papers.streaming.draft_model:StreamingDraftConfig",
     "lyanna": "paceline.papers.lyanna.drafter:LyannaConfig",
     "eagle": "paceline.draft.eagle:EagleConfig",
     "magicdec": "paceline.draft.magicdec:MagicDecConfig",

@@ -63,14 +63,8 @@ class Expand:
     added: abc.Sequence[tuple[int, int]] = ()  # parent and token of nodes to add, below which children are drafted
     expand: abc.Sequence[int] = ()  # nodes that are there already below which children are drafted
     width: Annotated[int, Field(ge=1)] = 1  # children of each
-    most: abc.Sequence[
-        Annotated[int, Field(ge=0)]
-    ] = ()  # of each given, then each expanded node: tokens below it that may come at once; none: one
-
-    def room(self, added: abc.Sequence[int]) -> dict[int, int]:
-        """Return how many tokens may come at once below each node; ``added`` numbers the added nodes."""
-        nodes = [*added, *self.expand]
-        return dict(zip(nodes, self.most or [1] * len(nodes), strict=True))
+    # For `AsyncSessions.begin`: of each added, then each expanded node, the levels wanted below it; none: one.
+    levels: abc.Sequence[Annotated[int, Field(ge=0)]] = ()
 
 
 @dataclass(slots=True)
@@ -101,9 +95,6 @@ class DraftSessions(Protocol):
 
     def grow(self, asks: abc.Sequence[Expand]) -> list[NewNodes]:
         """One level for each of several sequences; nodes that cannot be expanded (for want of room) get no child.
-
-        A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
-        requested: each but its last node then has its one child.
 
         Raises:
             KeyError: a sequence, or a node, that is not there.
@@ -145,13 +136,8 @@ class AsyncSessions(DraftSessions, Protocol):
             ConfigError: they never will be.
         """
 
-    def begin(self, asks: abc.Sequence[Expand], levels: abc.Sequence[abc.Sequence[int]]) -> Pending:
-        """Begin to grow, and wait for nothing.
-
-        Args:
-            asks: the first level, each of another sequence and with a node or more.
-            levels: by request, for every given and every expanded node, tokens wanted below it.
-        """
+    def begin(self, asks: abc.Sequence[Expand]) -> Pending:
+        """Begin to grow, each of another sequence and with a node or more, and wait for nothing."""
 
     def look(self) -> None:
         """Take what came of all growths."""

@@ -74,7 +74,7 @@ class Grow:
     """Grow the trees of several sequences."""
 
     ticket: int  # of the asker's
-    asks: list[Expand]  # the first level; ``most`` states how far it continues below each node
+    asks: list[Expand]  # the first level
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class DraftService(Service):
     def handle(self, message: Any) -> Iterable[Any]:
         """Do what a message states; growths are left for `work`."""
         if isinstance(message, Grow):
-            self._growths.append(LocalGrowing.of(message.asks, [ask.most for ask in message.asks], message.ticket))
+            self._growths.append(LocalGrowing.of(message.asks, message.ticket))
         elif isinstance(message, Open):
             self._call_off(message.key)
             self.sessions.open(message.opening(self._matcher))
@@ -219,16 +219,10 @@ class RemoteSessions:
             self._give_up("leaves a sequence out")
         return [level[ask.key] for ask in asks]
 
-    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]] | None = None) -> LocalGrowing:
-        """Begin to grow, and wait for nothing.
-
-        Args:
-            asks: the first level, each of another sequence and with a node or more.
-            levels: by request, for every given and every expanded node, tokens wanted below it; None: one each.
-        """
-        each = levels or [[1] * (len(ask.added) + len(ask.expand)) for ask in asks]
-        growing = LocalGrowing.of(asks, each, next(self._tickets))
-        self._send(Grow(growing.ticket, [*growing.asks.values()]))
+    def begin(self, asks: Sequence[Expand]) -> LocalGrowing:
+        """Implement `AsyncSessions`."""
+        growing = LocalGrowing.of(asks, next(self._tickets))
+        self._send(Grow(growing.ticket, [*asks]))
         self._growing[growing.ticket] = growing
         return growing
 

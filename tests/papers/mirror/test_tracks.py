@@ -160,7 +160,6 @@ def test_a_folder_that_is_wrong_is_refused(edit: Callable[[Path], None], words: 
     [
         ({"model": "DRAFT"}, "it is a draft of tracks, which no target is"),
         ({"drafter": "draft_model:DRAFT,processes=3"}, "its tracks are 2. Give as many processes as tracks"),
-        ({"drafter": "streaming_draft:DRAFT,streams=paceline-small-draft-streams"}, "whose layers run whole"),
         ({"drafter": "draft_model:paceline-small-draft,processes=2"}, "it is not a draft of tracks"),
     ],
 )

@@ -93,9 +93,9 @@ class Late(LocalSessions):
         super().__init__(inner)
         self.ticks, self.left = ticks, 0
 
-    def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
+    def begin(self, asks: Sequence[Expand]) -> LocalGrowing:
         self.left = self.ticks
-        self.growth = super().begin(asks, levels)
+        self.growth = super().begin(asks)
         self.growth.done = False
         return self.growth
 
@@ -151,8 +151,8 @@ def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:
 
 def test_a_broken_source_is_left_alone() -> None:
     class Broken(LocalSessions):
-        def begin(self, asks: Sequence[Expand], levels: Sequence[Sequence[int]]) -> LocalGrowing:
-            growth = LocalGrowing({}, {}, {}, done=True)
+        def begin(self, asks: Sequence[Expand]) -> LocalGrowing:
+            growth = LocalGrowing({}, done=True)
             foreign = NewNodes(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0], sources=[0])
             growth.levels.append({asks[0].key: foreign})
             return growth

@@ -85,10 +85,9 @@ class Rollout:
 
     def start(self) -> None:
         """Have it drafted, now or from now on."""
-        asks, levels = self.asks()
         self._growing, self._taken, self._began = None, 0, perf_counter()
-        if asks:
-            self._growing = self.sessions.begin(asks, levels)
+        if asks := self.asks():
+            self._growing = self.sessions.begin(asks)
 
     def finish(self, outcomes: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
         """Return the verdict: waits for what is reused, and for nothing else.
@@ -153,14 +152,14 @@ class Rollout:
 
     # -- levels
 
-    def asks(self) -> tuple[list[Expand], list[list[int]]]:
-        """Return the first level of everything, and the tokens wanted below each of its nodes, given ones first."""
-        asks, levels = [], []
+    def asks(self) -> list[Expand]:
+        """Return the first level of everything."""
+        asks = []
         for key, branches in self._by_key().items():
             added = self._given.get(key, ())
-            asks.append(Expand(key, [(b.tip, b.token) for b in added], [b.tip for b in branches]))
-            levels.append([branch.levels - len(branch.chain) for branch in [*added, *branches]])
-        return asks, levels
+            levels = [branch.levels - len(branch.chain) for branch in [*added, *branches]]
+            asks.append(Expand(key, [(b.tip, b.token) for b in added], [b.tip for b in branches], levels=levels))
+        return asks
 
     def _owes(self, outcomes: Iterable[Outcome]) -> bool:
         """Return whether one of these was prepared for, and has no node yet."""
@@ -196,16 +195,16 @@ class Rollout:
         """Append to each branch what was drafted below its tip."""
         below = {parent: at for at, parent in reversed([*enumerate(answer.parents)])}
         for branch in branches:
-            at, before = below.get(branch.tip), len(branch.chain)
-            while at is not None and len(branch.chain) < branch.levels:
-                chain, branch.tip = branch.chain, answer.nodes[at]
-                chain.add(len(chain), answer.tokens[at], chain.score(len(chain)) + answer.log_q[at])
-                chain.sources.append(answer.sources[at])
-                chain.numbers.append(branch.tip)
-                at = below.get(branch.tip)
-            self.nodes += len(branch.chain) - before
-            branch.stuck = len(branch.chain) == before
-            if not branch.stuck and len(branch.chain) < branch.levels:
+            at, chain = below.get(branch.tip), branch.chain
+            branch.stuck = at is None
+            if at is None:
+                continue
+            branch.tip = answer.nodes[at]
+            chain.add(len(chain), answer.tokens[at], chain.score(len(chain)) + answer.log_q[at])
+            chain.sources.append(answer.sources[at])
+            chain.numbers.append(branch.tip)
+            self.nodes += 1
+            if len(chain) < branch.levels:
                 self._open.append(branch)
 
     def _check(self, key: int, answer: NewNodes) -> None:

@@ -56,7 +56,7 @@ class Source:
                 self._asked[key] = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
                 asks.append(Expand(key, expand=[*self._asked[key]], width=self._children))
         if asks:
-            self._growing = self.sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
+            self._growing = self.sessions.begin(asks)
 
     def take(self) -> dict[int, list[Offer]]:
         """Return the level that was requested, by sequence; empty: nothing was, or it is late.
