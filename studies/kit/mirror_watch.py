@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -64,6 +64,46 @@ class StepTimes:
     nodes: int  # drafted in it
 
 
+@dataclass(slots=True)
+class Laps:
+    """What a rollout drafted, and when."""
+
+    ms: float = 0.0  # that its levels took
+    told_ms: float = 0.0  # that telling the drafter the verdict took
+    nodes: int = 0  # drafted
+    prepared: dict[Outcome, int] = field(default_factory=dict)  # tokens that were there at the verdict
+
+    @staticmethod
+    def of(rollout: Any) -> Laps:
+        """Count and time what a rollout does from now on."""
+        laps, began = Laps(), [0.0]
+        start, end, go_on, take = rollout.start, rollout._end, rollout._go_on, rollout.take
+
+        def started() -> None:
+            began[0] = perf_counter()
+            start()
+
+        def ended() -> None:
+            growing = rollout._growing
+            end()
+            if growing is not None:  # of what was drafted, also where nobody looked before the verdict
+                laps.ms += ((growing.times[-1][1] if growing.times else perf_counter()) - began[0]) * 1e3
+
+        def gone_on(*args: Any) -> dict[Outcome, Branch]:
+            before = perf_counter()
+            reused: dict[Outcome, Branch] = go_on(*args)
+            laps.told_ms = (perf_counter() - before) * 1e3
+            laps.prepared = {outcome: len(branch.chain) for outcome, branch in reused.items()}
+            return reused
+
+        def taken(answers: Mapping[int, Any]) -> None:
+            take(answers)
+            laps.nodes += sum(len(new.nodes) for new in answers.values())
+
+        rollout.start, rollout._end, rollout._go_on, rollout.take = started, ended, gone_on, taken
+        return laps
+
+
 def watch(
     round_: MirrorRound,
     on_verdict: Callable[[WindowVerdict], None],
@@ -93,6 +133,14 @@ def watch(
     around("_draft_fresh", after="drafted")
     around("_speak", before="halfway")
     around("_prepare")
+    prepare, laps = round_._prepare, list[Laps]()
+
+    def prepared(*args: Any) -> Rollout:
+        rollout = prepare(*args)
+        laps[:] = [Laps.of(rollout)]
+        return rollout
+
+    watched._prepare = prepared
     around("_start", before="prepared", after="started")
     emit, finish = watched.emitter.emit, round_._finish
     verdicts: list[WindowVerdict] = []
@@ -108,11 +156,11 @@ def watch(
         reused = finish(said, ended)
         marks["ended"] = perf_counter()
         for verdict in verdicts:
-            branch = reused.get((verdict.key, verdict.accepted, verdict.said))
-            prepared = 0 if branch is None else branch.prepared
-            on_verdict(replace(verdict, reused=branch is not None, prepared=prepared))
+            outcome = verdict.key, verdict.accepted, verdict.said
+            prepared = laps[-1].prepared.get(outcome, 0)
+            on_verdict(replace(verdict, reused=outcome in reused, prepared=prepared))
         if "checked" in marks:  # in a step, and not where sequences are released
-            on_step(_times(results["_prepare"], *(marks.pop(name) for name in MARKS)))
+            on_step(_times(laps[-1], *(marks.pop(name) for name in MARKS)))
         verdicts.clear()
         return reused
 
@@ -120,7 +168,7 @@ def watch(
 
 
 def _times(
-    rollout: Rollout,
+    laps: Laps,
     began: float,
     drafted: float,
     halfway: float,
@@ -136,11 +184,11 @@ def _times(
         prefix=(halfway - drafted) * 1e3,
         rendezvous_exit=(prepared - halfway) * 1e3,
         suffix=(checked - started) * 1e3,
-        exposed=(started - prepared + ended - emitted) * 1e3 - rollout.told_ms,
-        rendezvous_final=rollout.told_ms,
+        exposed=(started - prepared + ended - emitted) * 1e3 - laps.told_ms,
+        rendezvous_final=laps.told_ms,
         host=(emitted - checked) * 1e3,
-        draft=rollout.ms,
-        nodes=rollout.nodes,
+        draft=laps.ms,
+        nodes=laps.nodes,
     )
 
 

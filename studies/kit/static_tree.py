@@ -8,7 +8,7 @@ Source: SpecPipe, section 4; SpecInfer (Miao et al. 2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,12 +44,10 @@ class StaticTreeConfig(PipelineConfig):
         """See `PipelineConfig`: the next tree hangs below each leaf."""
         return (self.stages + 2 + len(self.factors)) * math.prod(self.factors) ** 2
 
-    def over(
-        self, parts: RoundParts, stage_line: StageLine, going: Callable[[AsyncSessions], AsyncSessions] | None = None
-    ) -> PipelineRound:
+    def over(self, parts: RoundParts, stage_line: StageLine) -> PipelineRound:
         """See `PipelineConfig`."""
         sessions = self.sessions(parts, self.nodes)
-        source = TreeSource(going(sessions) if going else sessions, parts.target.config.vocab_size, self.factors)
+        source = TreeSource(sessions, parts.target.config.vocab_size, self.factors)
         return StaticTreeRound(self, parts, stage_line, source)
 
 

@@ -305,11 +305,10 @@ def decode(
     each = [one] * config.stages if callable(one) else [*one]
     with VirtualClock() as clock:
         stage_line = VirtualStages(clock, config.cut(decoder, pool), each, link, hosts, own_s, frames)
-        round_ = config.over(
-            RoundParts(target=decoder, pool=pool, drafter=drafter),
-            stage_line,
-            lambda sessions: VirtualSessions(clock, sessions, draft_s, stage_line.timeline),
-        )
+        round_ = config.over(RoundParts(target=decoder, pool=pool, drafter=drafter), stage_line)
+        if round_.source is not None:
+            inner: Any = round_.source.sessions
+            round_.source.sessions = VirtualSessions(clock, inner, draft_s, stage_line.timeline)
         ticks = watch_ticks(round_)
         engine = engine_over(ask, round_, pool, together)
         live = [engine.live[engine.submit(ids, params)].sequences[0] for ids, params in jobs]

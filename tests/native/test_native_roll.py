@@ -179,8 +179,8 @@ def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
     cache = pool.open(expected=100)
     cache.reserve(30)
     fine = TreeStart([5, 6], 0, 6, cache.slots(0, 8), 9, 3, 40, None)
-    (tree,) = grow(decoder.stack, [fine], (1, 1, 1), 3, -math.inf, pool, 8192)
-    assert len(tree.tokens) == 3 + 9 + 9 and tree.forwarded == 6 and tree.passes == 3
+    ((tree, *counts),) = grow(decoder.stack, [fine], (1, 1, 1), 3, -math.inf, pool, 8192)
+    assert len(tree) == 3 + 9 + 9 and counts == [6, 3]
     wrong = (
         {"pending": [8192]},
         {"pending": []},
@@ -194,5 +194,5 @@ def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
     for factors, topk, most in (((1, 0, 1), 3, 40), ((1, 1, 1), 0, 40), ((1, 1, 1), 3, 5)):
         with pytest.raises(ValueError):
             grow(decoder.stack, [fine._replace(most=most)], factors, topk, -math.inf, pool, 8192)
-    (short,) = grow(decoder.stack, [fine._replace(room=2)], (1, 1, 1), 3, -math.inf, pool, 8192)
-    assert short.forwarded == 0 and len(short.tokens) == 3  # no slot for a further level
+    ((short, forwarded, _),) = grow(decoder.stack, [fine._replace(room=2)], (1, 1, 1), 3, -math.inf, pool, 8192)
+    assert forwarded == 0 and len(short) == 3  # no slot for a further level

@@ -283,8 +283,9 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
         seeds.append(TreeStart(pending, position, room, keys, draw.randint(1, 30), levels, 4 + vocab * 20, rules))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     floor = draw.choice([-math.inf, -3.0])
-    for seed, tree in zip(seeds, grow(stack, seeds, factors, topk, floor, cache, limit), strict=True):
-        assert tree.forwarded <= seed.room and all(0 <= token < limit for token in tree.tokens)
+    trees = grow(stack, seeds, factors, topk, floor, cache, limit)
+    for seed, (tree, forwarded, _) in zip(seeds, trees, strict=True):
+        assert forwarded <= seed.room and all(0 <= token < limit for token in tree.tokens)
         assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
 
 
@@ -326,7 +327,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
                 assert all(0 <= token < vocab for token in tree.tokens)
                 assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
     grown = grow(stack, seeds, [1] * levels, topk, -math.inf, cache, vocab, fused)
-    assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
+    assert all(forwarded <= seed.room for seed, (_, forwarded, _) in zip(seeds, grown, strict=True))
 
 
 def one_recall(decoder: Decoder, draw: random.Random) -> None:

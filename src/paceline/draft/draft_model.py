@@ -211,9 +211,9 @@ class DraftModel(Drafter):
             seeds.append(TreeStart(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
         pool, floor = self.model.pool, self._grower.floor
         grown = grow(stack, seeds, config.factors, config.topk, floor, pool, self._vocab)
-        for growth, tree in zip(growths, grown, strict=True):
-            growth.tree = TokenTree(tree.tokens, tree.parents, tree.scores)
-            self.model.computed(growth.sequence, growth.tree, tree.forwarded)
+        for growth, (tree, forwarded, _) in zip(growths, grown, strict=True):
+            growth.tree = tree
+            self.model.computed(growth.sequence, tree, forwarded)
 
     def _start(self, view: Sequence, budget: int, max_depth: int) -> Growth:
         """Return a tree that is still empty; its budget is 0 where the target continues alone."""

@@ -136,7 +136,7 @@ class Hybrid(Drafter):
             _check(config, part.spec)
         self.config, self.parts = config, [*parts]
         specs = [part.spec for part in parts]
-        ahead = [source for source, spec in enumerate(specs) if spec.in_pass]
+        pasts, ahead = [s.past for s in specs], [source for source, s in enumerate(specs) if s.in_pass]
         if len(ahead) > 1:
             raise CapabilityError(f"hybrid:{config.parts}", "two draft in the target's pass", "name one of these")
         self._ahead = ahead[0] if ahead else -1  # the source that is called a step ahead
@@ -145,7 +145,7 @@ class Hybrid(Drafter):
         self.spec = DrafterSpec(
             name=config.kind,
             taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
-            past=_longest_past([spec.past for spec in specs]),
+            past=None if None in pasts else max(past for past in pasts if past is not None),
             network=any(spec.network for spec in specs),
             cached=any(spec.cached for spec in specs),
             proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
@@ -267,12 +267,6 @@ def _check(config: HybridConfig, spec: DrafterSpec) -> None:
         raise CapabilityError(subject, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
     if spec.default_budget == 0:
         raise ConfigError(subject, f"{spec.name} drafts nothing", remedy)
-
-
-def _longest_past(pasts: abc.Sequence[int | None]) -> int | None:
-    """Return the longest past that one of them needs; None: all of a text."""
-    limits = [past for past in pasts if past is not None]
-    return max(limits, default=0) if len(limits) == len(pasts) else None
 
 
 def _distinct(labels: abc.Sequence[str]) -> list[str]:

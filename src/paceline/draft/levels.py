@@ -18,11 +18,6 @@ from ..kernels.linear import top
 from .base import Levels, LevelScores
 
 
-def count(scores: LevelScores) -> int:
-    """Return how many levels there are."""
-    return len(scores[0]) if isinstance(scores, tuple) else len(scores)
-
-
 def cut(scores: LevelScores, start: int, stop: int | None = None) -> LevelScores:
     """Return the levels from ``start`` to in front of ``stop``."""
     if isinstance(scores, tuple):
@@ -38,11 +33,21 @@ def best_levels(sets: abc.Sequence[tuple[Sequence, LevelScores]], k: int, couple
         k: tokens of a level; a level given by its best tokens has at least as many, or fewer in all.
         coupled: ranked with the noise of the target's own choices; levels given by their best tokens already are.
     """
-    rows = [_scores(view, one, coupled) for view, one in sets if isinstance(one, Tensor)]
-    best = _best(rows, k)
-    return [
-        next(best) if isinstance(one, Tensor) else ([t[:k] for t in one[0]], [q[:k] for q in one[1]]) for _, one in sets
-    ]
+    rows = []  # [levels, V]: the softmax of row j is the chance of what the target emits j places after the text
+    for view, one in sets:
+        if isinstance(one, Tensor):
+            first = len(view.tokens)
+            rows.append(view.sampler.ranked(one, (), range(first, first + len(one)), coupled))
+    tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat(rows), k) if rows else ([], [])
+    best, start = list[Levels](), 0
+    for _, one in sets:
+        if isinstance(one, Tensor):
+            stop = start + len(one)
+            best.append((tokens[start:stop], log_q[start:stop]))
+            start = stop
+        else:
+            best.append(([row[:k] for row in one[0]], [row[:k] for row in one[1]]))
+    return best
 
 
 def product_trees(
@@ -57,24 +62,6 @@ def product_trees(
     """
     levels = iter(best_levels([(view, scores) for view, scores, _ in rows if scores is not None], k, coupled))
     return [TokenTree() if scores is None else best_nodes(*next(levels), nodes, floor) for _, scores, nodes in rows]
-
-
-def _scores(view: Sequence, logits: Tensor, coupled: bool) -> Tensor:
-    """[levels, V]: the softmax of row j is the chance that a token is what the target emits j places after the text."""
-    first = len(view.tokens)
-    return view.sampler.ranked(logits, (), range(first, first + len(logits)), coupled)
-
-
-def _best(rows: abc.Sequence[Tensor], k: int) -> abc.Iterator[Levels]:
-    """From [levels, V] scores of each sequence, in one call."""
-    if not rows:
-        return
-    tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat([*rows]), k)
-    start = 0
-    for part in rows:
-        stop = start + len(part)
-        yield tokens[start:stop], log_q[start:stop]
-        start = stop
 
 
 def best_nodes(

@@ -37,8 +37,8 @@ class LocalGrowing:
         for ask in asks:
             del self.asks[ask.key]
             grown, nodes = level[ask.key], [*level[ask.key].added, *ask.expand]
-            left = dict(zip(nodes, ask.levels or [1] * len(nodes), strict=True))
-            tips = {n: left[p] - 1 for p, n in zip(grown.parents, grown.nodes, strict=True) if left[p] > 1}
+            wants = dict(zip(nodes, ask.levels or [1] * len(nodes), strict=True))
+            tips = {n: wants[p] - 1 for p, n in zip(grown.parents, grown.nodes, strict=True) if wants[p] > 1}
             if tips:
                 self.asks[ask.key] = Expand(ask.key, (), [*tips], levels=[*tips.values()])
         self.levels.append(level)

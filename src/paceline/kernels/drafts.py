@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..core.tree import TokenTree
 from . import abi
 from .calls import Room, keys_of, numbers, pointer_to, rules_at
 from .linear import NativeLinear, require
@@ -68,16 +69,6 @@ class TreeStart(NamedTuple):
     states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
 
 
-class GrownTree(NamedTuple):
-    """A draft tree, parents before children; node 0 is the root, node n is entry n - 1."""
-
-    tokens: list[int]
-    parents: list[int]
-    scores: list[float]  # cumulative log-probability
-    forwarded: int = 0  # the first so many nodes have K and V
-    passes: int = 0
-
-
 _TREE = {"tokens": "q", "parents": "q", "scores": "d"}  # a `Room` for one
 
 
@@ -120,7 +111,7 @@ def grow(
     cache: KVCache,
     limit: int,
     fused: NativeFuse | None = None,
-) -> list[GrownTree]:
+) -> list[tuple[TokenTree, int, int]]:
     """Catch up with every start's pending tokens and grow its draft tree, a level a pass, all in each pass.
 
     Args:
@@ -132,8 +123,8 @@ def grow(
         fused: how rows are made of the starts' states and of tokens; None: they are the tokens' embeddings.
 
     Returns:
-        The trees as `DraftModel` grows them level by level, nodes in its order; with ``fused`` the best nodes of
-        each, as many as the budget states.
+        The trees as `DraftModel` grows them level by level, nodes in its order, with ``fused`` the best nodes of each,
+        as many as the budget states; and of each how many nodes, the first ones, have K and V, and its passes.
 
     Raises:
         ValueError: as `roll`; nothing was computed.
@@ -151,7 +142,7 @@ def grow(
     arguments = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
     require(stack.library.pl_grow(stack.reference, ctypes.byref(run), stack.embedding_at, *arguments))
     rows = zip(rooms, table, strict=True)
-    return [GrownTree._make([*room.read(row.nodes), row.forwarded, row.passes]) for room, row in rows]
+    return [(TokenTree(*room.read(row.nodes)), row.forwarded, row.passes) for room, row in rows]
 
 
 def _begin(row: Any, start: ChainStart | TreeStart | SampleStart, behind: int, held: list[Any]) -> int:
@@ -245,7 +236,7 @@ def sample(
     fused: NativeFuse,
     info: abi.CTokenInfo | None,
     cache: KVCache,
-) -> tuple[Tensor, list[tuple[GrownTree, GrownTree | None]]]:
+) -> tuple[Tensor, list[tuple[TokenTree, TokenTree | None]]]:
     """Return Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
 
     Args:
@@ -278,11 +269,10 @@ def sample(
     arguments = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
     called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, info_reference
     require(stack.library.pl_sample(*called, *arguments))
-    pairs = zip(rooms[::2], rooms[1::2], table, strict=True)
-    trees = [
-        (GrownTree(*fresh.read(row.fresh.nodes)), GrownTree(*left.read(row.left.nodes)) if row.left.levels else None)
-        for fresh, left, row in pairs
-    ]
+    trees = []
+    for fresh, again, row in zip(rooms[::2], rooms[1::2], table, strict=True):
+        second = TokenTree(*again.read(row.left.nodes)) if row.left.levels else None
+        trees.append((TokenTree(*fresh.read(row.fresh.nodes)), second))
     return raw, trees
 
 

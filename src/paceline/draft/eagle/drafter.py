@@ -165,9 +165,9 @@ class EagleDrafter(StateDrafter):
         shape = grower.factors, grower.topk, floor
         grown = grow(stack, starts, *shape, body.pool, stack.shape[0], body.fuse)
         body.settle([growth.sequence for growth in growths], [len(start.pending) for start in starts])
-        for growth, tree in zip(growths, grown, strict=True):
-            growth.tree = TokenTree(tree.tokens, tree.parents, tree.scores)
-        return max(tree.passes for tree in grown)
+        for growth, (tree, _, _) in zip(growths, grown, strict=True):
+            growth.tree = tree
+        return max(passes for _, _, passes in grown)
 
     def _tree_start(self, growth: Growth) -> TreeStart:
         """Return where a tree starts, for compiled code."""

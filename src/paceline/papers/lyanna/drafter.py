@@ -169,9 +169,9 @@ class LyannaDrafter(StateDrafter):
         body.settle([draft.view for draft in drafts], [len(start.pending) for start in starts])
         rows = raw.split([draft.steps for draft in drafts])
         for draft, logits, (tree, again) in zip(drafts, rows, trees, strict=True):
-            self._keep(draft, logits).tree = TokenTree(*tree[:3])
+            self._keep(draft, logits).tree = tree
             if again is not None and draft.again is not None:
-                draft.again.tree = TokenTree(*again[:3])
+                draft.again.tree = again
 
     def _sample_start(self, draft: _SequenceDraft) -> SampleStart:
         """Return where its trees start, for compiled code."""

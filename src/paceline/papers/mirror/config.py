@@ -19,7 +19,7 @@ from .round import MirrorRound
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
 
-AUTO, OWN, ZOO = "auto", "own", "zoo"  # in place of a folder of exits
+AUTO, OWN = "auto", "own"  # in place of a folder of exits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class MirrorConfig(AheadConfig):
     exit: str = option("1/2", help="after which layers: a number of layers, or a share of them such as 1/2")
     heads: str = option(
         AUTO,
-        help="trained early exits, one of them after these layers; zoo: the embedded ones for the model; own: the "
-        "target's own norm and head; auto: zoo where it has such exits, else own",
+        help="folder of trained early exits, one of them after these layers; own: the target's own norm and head; "
+        "auto: the zoo's for the model where it has such exits, else own",
     )
     rollout: Literal["between", "beside", "process"] = option(
         "between",
@@ -80,10 +80,7 @@ class MirrorConfig(AheadConfig):
             wrong = f"the vocabulary has {vocab} tokens"
             raise ConfigError(f"round='mirror,kappa={self.kappa}'", wrong, f"give {vocab} or fewer")
         layer = exit_layer(self.exit, target.num_layers, f"round='mirror,exit={self.exit}'")
-        name = origin.trained(self.kind) if self.heads in (AUTO, ZOO) else self.heads
-        if name is None and self.heads == ZOO:
-            wrong, remedy = f"the zoo has no exits for {origin.name}", "name a folder of them, or leave heads out"
-            raise ConfigError(f"round='mirror,heads={ZOO}'", wrong, remedy)
+        name = origin.trained(self.kind) if self.heads == AUTO else self.heads
         if name is None or name == OWN:
             return ExitHead(target, layer)
         mark = None if origin.folder is None else fingerprint(origin.folder)

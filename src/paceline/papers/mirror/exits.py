@@ -2,15 +2,12 @@
 
 The trained exit after layer e maps a state to what the target's own final norm and head can read:
 
-    f(h) = W2 ReLU(W1 h),    logits = W_LM norm(f(h))        W1 [H/2, H], W2 [H, H/2]
+    f(h) = h + W2 ReLU(W1 h),    logits = W_LM norm(f(h))        W1 [H/2, H], W2 [H, H/2]
 
 The final norm applies to what the map makes. The paper leaves it out of eq. 6; but W_LM was trained on states after
 it, and the length of f(h), which would else have to be learned, then does not count. There is no bias: a head has
-H^2 parameters, by the paper's shares.
-
-With ``skip``, which is ours, the map is added to the state: f(h) = h + W2 ReLU(W1 h), with W2 = 0 to begin with. Then
-an exit begins as what the head reads of the state as it is, and training continues from there; the paper's map first
-has to learn that again.
+H^2 parameters, by the paper's shares. The state that is added is ours, with W2 = 0 to begin with: an exit begins as
+what the head reads of the state as it is, which the paper's map first has to learn again.
 
 Source: Mirror Speculative Decoding, section 3.1, eq. 6, and E.2.
 """
@@ -45,12 +42,12 @@ class ExitsConfig(TrainedConfig):
     """Exits that were trained for a target."""
 
     what: ClassVar[str] = "early exits"
+    retired = (("skip", True),)
 
     layers: tuple[int, ...]  # layers of the target in front of each exit, ascending
     num_layers: int  # of the target
     d_model: int  # in the same way
     vocab_size: int  # in the same way
-    skip: bool = False  # whether the state is added to what the map makes of it
 
     def __post_init__(self) -> None:
         check(self, f"{self.what} with ")
@@ -77,19 +74,15 @@ class ExitHeads(nn.Module):
     @staticmethod
     @torch.no_grad()
     def fresh(config: ExitsConfig, generator: torch.Generator | None = None) -> ExitHeads:
-        """Return exits to be trained, in float32: random, as long as the states, or adding nothing."""
-        heads, d = ExitHeads(config), config.d_model
-        fill_normal(heads.down, d**-0.5, generator)
-        if config.skip:
-            heads.up.zero_()
-        else:
-            fill_normal(heads.up, (d / 4) ** -0.5, generator)  # ReLU leaves half of d/2 numbers
+        """Return exits to be trained, in float32, which add nothing yet."""
+        heads = ExitHeads(config)
+        fill_normal(heads.down, config.d_model**-0.5, generator)
+        heads.up.zero_()
         return heads
 
     def adapt(self, exit_: int, hidden: Tensor) -> Tensor:
         """f(h) of one exit, for states [.., d_model] after its layers."""
-        adapted = F.linear(torch.relu(F.linear(hidden, self.down[exit_])), self.up[exit_])
-        return hidden + adapted if self.config.skip else adapted
+        return hidden + F.linear(torch.relu(F.linear(hidden, self.down[exit_])), self.up[exit_])
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""

@@ -147,7 +147,6 @@ def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
     shape = target.config
     config = ExitsConfig(
         layers=shares(shape.num_layers, DEPTHS),
-        skip=True,
         num_layers=shape.num_layers,
         d_model=shape.d_model,
         vocab_size=shape.vocab_size,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from time import perf_counter
 
 from ...core.tree import TokenTree
 from ...draft.sessions import ROOT, AsyncSessions, Expand, NewNodes, Pending
@@ -30,7 +29,6 @@ class Branch:
     place: int = -1  # of it: after so many accepted tokens
     node: int = ROOT  # of ``token``
     stuck: bool = False  # it goes no further: want of room, or no token is allowed
-    prepared: int = 0  # tokens that were there at the verdict, if the token was emitted
     chain: TokenTree = field(default_factory=TokenTree)
 
     @property
@@ -56,12 +54,8 @@ class Rollout:
         self._open: list[Branch] = []
         self._found: dict[Outcome, Branch] = {}
         self.fresh: dict[int, Branch] = {}  # by sequence: chains below the root
-        self.ms = 0.0  # that its levels took
-        self.told_ms = 0.0  # that telling the drafter the verdict took
-        self.nodes = 0  # drafted
         self._growing: Pending | None = None
         self._taken = 0  # levels of it
-        self._began = 0.0
 
     def prepare(self, branches: Iterable[Branch]) -> None:
         """Branches below tokens that may be emitted."""
@@ -85,7 +79,7 @@ class Rollout:
 
     def start(self) -> None:
         """Have it drafted, now or from now on."""
-        self._growing, self._taken, self._began = None, 0, perf_counter()
+        self._growing, self._taken = None, 0
         if asks := self.asks():
             self._growing = self.sessions.begin(asks)
 
@@ -113,13 +107,14 @@ class Rollout:
         """Take what came, and at least the nodes of what was emitted."""
         self.sessions.look()
         self._take()
-        if self._growing is not None and self._owes(outcomes):
+        unnumbered = {branch.outcome for rows in self._given.values() for branch in rows}
+        if self._growing is not None and any(outcome in unnumbered for outcome in outcomes):
             self.sessions.wait(self._growing, first=True)
             self._take()
 
     def _go_on(self, outcomes: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
         """Move the drafter on to the verdict, all branches of which it keeps or drops (section 3.1)."""
-        reused, began = {}, perf_counter()
+        reused = {}
         for key in ended:
             self.sessions.close(key)
         for outcome, tokens in outcomes.items():
@@ -128,9 +123,7 @@ class Rollout:
                 self.sessions.commit(outcome[0], tokens)
             else:
                 self.sessions.reroot(outcome[0], branch.node)
-                branch.prepared = len(branch.chain)
                 reused[outcome] = branch
-        self.told_ms = (perf_counter() - began) * 1e3
         return reused
 
     def _end(self) -> None:
@@ -138,8 +131,6 @@ class Rollout:
         if self._growing is not None:
             self.sessions.wait(self._growing)
             self._take()
-            times = self._growing.times  # of what was drafted, also where nobody looked before the verdict
-            self.ms += ((times[-1][1] if times else perf_counter()) - self._began) * 1e3
             self._growing = None
 
     def _take(self) -> None:
@@ -160,11 +151,6 @@ class Rollout:
             levels = [branch.levels - len(branch.chain) for branch in [*added, *branches]]
             asks.append(Expand(key, [(b.tip, b.token) for b in added], [b.tip for b in branches], levels=levels))
         return asks
-
-    def _owes(self, outcomes: Iterable[Outcome]) -> bool:
-        """Return whether one of these was prepared for, and has no node yet."""
-        open_outcomes = {branch.outcome for rows in self._given.values() for branch in rows}
-        return any(outcome in open_outcomes for outcome in outcomes)
 
     def take(self, answers: Mapping[int, NewNodes]) -> None:
         """One level, by sequence; of those that are missing nothing came.
@@ -203,7 +189,6 @@ class Rollout:
             chain.add(len(chain), answer.tokens[at], chain.score(len(chain)) + answer.log_q[at])
             chain.sources.append(answer.sources[at])
             chain.numbers.append(branch.tip)
-            self.nodes += 1
             if len(chain) < branch.levels:
                 self._open.append(branch)
 

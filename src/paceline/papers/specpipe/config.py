@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, Literal
@@ -10,7 +9,6 @@ from typing import ClassVar, Literal
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...draft.base import DrafterSpec
-from ...draft.sessions import AsyncSessions
 from ...engine.ahead import AheadConfig
 from ...engine.base import RoundParts
 from ...engine.verification import make_verifier
@@ -64,7 +62,10 @@ class PipelineConfig(AheadConfig):
         return self.misfit(spec, f"which ends {self.stages} ticks too late", remedy)
 
     def build(self, parts: RoundParts) -> PipelineRound:
-        self._fit(parts)
+        spec = None if parts.drafter is None else parts.drafter.spec
+        if make_verifier(parts.verifier, spec).verify is not None:
+            wrong = "the target's own choice decides here"
+            raise CapabilityError(f"verifier={parts.verifier!r} with round='pipeline'", wrong, "leave out the verifier")
         stage_line = StagesInTurn(self.cut(parts.target, parts.pool)) if parts.start is None else parts.start()
         return self.over(parts, stage_line)
 
@@ -92,33 +93,12 @@ class PipelineConfig(AheadConfig):
         pairs = zip(bounds[:-1], bounds[1:], strict=True)
         return [Stage(target, a, b, pool.tensors.part(a, b)) for a, b in pairs]
 
-    def over(
-        self, parts: RoundParts, stage_line: StageLine, going: Callable[[AsyncSessions], AsyncSessions] | None = None
-    ) -> PipelineRound:
-        """Return the round over stages wherever they are.
-
-        Args:
-            parts: as for `build`.
-            stage_line: the stages.
-            going: how the drafter's sessions grow, in their place; None: as they are.
-
-        Raises:
-            ConfigError, CapabilityError: a verifier that does not fit.
-        """
-        self._fit(parts)
+    def over(self, parts: RoundParts, stage_line: StageLine) -> PipelineRound:
+        """Return the round over stages wherever they are; ``parts`` are those of `build`."""
         source = None
         if parts.drafter is not None and parts.drafter.spec.ahead:
-            sessions = self.sessions(parts, self.nodes)
-            vocab = parts.target.config.vocab_size
-            source = Source(going(sessions) if going else sessions, self.children, vocab)
+            source = Source(self.sessions(parts, self.nodes), self.children, parts.target.config.vocab_size)
         return PipelineRound(self, parts, stage_line, source)
-
-    @staticmethod
-    def _fit(parts: RoundParts) -> None:
-        spec = None if parts.drafter is None else parts.drafter.spec
-        if make_verifier(parts.verifier, spec).verify is not None:
-            wrong = "the target's own choice decides here"
-            raise CapabilityError(f"verifier={parts.verifier!r} with round='pipeline'", wrong, "leave out the verifier")
 
     @property
     def nodes(self) -> int:

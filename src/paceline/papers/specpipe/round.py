@@ -75,7 +75,6 @@ class PipelineRound:
         self._came: Mapping[int, abc.Sequence[Offer]] = {}  # in the tick, by sequence
         self._added = 0, 0  # refills and late siblings of the tick
         self._ticks = 0  # since the last frame that has rows entered
-        # Rows of the frames in flight; 0: of text, which are independent of w.
         self._torn = False  # whether a step has begun, or ended in its middle
 
     @property
@@ -235,12 +234,12 @@ class PipelineRound:
         """Begin the tree of a sequence whose text ends here, where there is none."""
         if running.flight is not None:
             return
-        view = running.sequence
-        root = len(view.tokens) - 1
+        tokens = running.sequence.tokens
+        root = len(tokens) - 1
         running.farthest = root + (work.max_depth if work.may_draft else 0)
-        running.flight = InFlightTree(view.tokens[-1], root)
+        running.flight = InFlightTree(tokens[-1], root)
         if running.farthest > root:
-            self._asked(lambda source: self._open(source, running))
+            self._asked(lambda source: source.begin(Opening.of(running.sequence)))
 
     def _level(self, running: Running, width: int) -> StageRows | None:
         """Return the part of a tree's next level that finds free slots: drafts displace nobody."""
@@ -305,11 +304,7 @@ class PipelineRound:
             if self._guard.look():
                 for running in self._running.values():
                     if running.flight is not None and running.flight.place < running.farthest:
-                        self._open(self.source, running)
-
-    @staticmethod
-    def _open(source: Source, running: Running) -> None:
-        source.begin(Opening.of(running.sequence))
+                        self.source.begin(Opening.of(running.sequence))
 
     def _observe(self, running: Running, place: int, states: Tensor) -> None:
         """Show the drafter states of the last layer [rows, d_model], of tokens from ``place`` on."""
@@ -362,28 +357,23 @@ class PipelineRound:
             hidden = out.hidden[begin : begin + len(part.nodes)]
             begin += len(part.nodes)
             running = self._running[part.request]
-            self._record(running, part, hidden)
-            if part.visible is None:
+            sequence = running.sequence
+            if part.visible is None:  # a text
+                if sequence.params.prompt_logprobs is not None:
+                    try:
+                        record_prompt(sequence, part.positions[0], hidden, self.target)
+                    except WorkerRestarted:  # of a rank: nothing of the request's own
+                        raise
+                    except Exception as error:
+                        sequence.fault = error
                 self._observe(running, part.positions[0], hidden)
             count, more_hits = self._say(running, part, hidden)
             hits += more_hits
-            if running.sequence.fault is not None:
-                running.sequence.checker.end("error")
-            if count or running.sequence.fault is not None:
+            if sequence.fault is not None:
+                sequence.checker.end("error")
+            if count or sequence.fault is not None:
                 emitted.append((running, count))
         return emitted, hits
-
-    def _record(self, running: Running, part: StageRows, hidden: Tensor) -> None:
-        """Log-probabilities of a prompt, where they were requested."""
-        sequence = running.sequence
-        if sequence.params.prompt_logprobs is None or part.visible is not None:
-            return
-        try:
-            record_prompt(sequence, part.positions[0], hidden, self.target)
-        except WorkerRestarted:  # of a rank: nothing of the request's own
-            raise
-        except Exception as error:
-            sequence.fault = error
 
     def _say(self, running: Running, part: StageRows, hidden: Tensor) -> tuple[int, int]:
         """Choose the token after the root, where its row is among these, and after what becomes the root."""

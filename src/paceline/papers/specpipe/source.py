@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...draft.sessions import ROOT, AsyncSessions, Expand, NewNodes, Opening, Pending
+from ...draft.sessions import ROOT, AsyncSessions, Expand, Opening, Pending
 from .flight import InFlightTree, Offer
 
 
@@ -71,16 +71,16 @@ class Source:
         if not growing.done:
             return {}
         requested, self._asked, self._growing = self._asked, {}, None
-        level = growing.levels[0] if growing.levels else {}
-        for key in requested.keys() - level.keys():  # called off
-            self._flights[key][0].ask_again(requested[key].values())
-        return {key: self._offers(requested[key], level[key]) for key in requested if key in level}
-
-    def _offers(self, below: Mapping[int, int], answer: NewNodes) -> list[Offer]:
-        if any(not 0 <= token < self._vocab for token in answer.tokens):
-            raise ValueError("a drafted token lies outside the vocabulary")
-        columns = zip(answer.parents, answer.tokens, answer.log_q, answer.nodes, answer.sources, strict=True)
-        return [Offer(below[parent], token, log_q, node, mark) for parent, token, log_q, node, mark in columns]
+        level, offers = growing.levels[0] if growing.levels else {}, dict[int, list[Offer]]()
+        for key, below in requested.items():
+            if (new := level.get(key)) is None:  # called off
+                self._flights[key][0].ask_again(below.values())
+                continue
+            if any(not 0 <= token < self._vocab for token in new.tokens):
+                raise ValueError("a drafted token lies outside the vocabulary")
+            columns = zip(new.parents, new.tokens, new.log_q, new.nodes, new.sources, strict=True)
+            offers[key] = [Offer(below[parent], *rest) for parent, *rest in columns]
+        return offers
 
     def go_on(self, key: int, token: int, node: int) -> None:
         """Append ``token`` to the text.

@@ -25,7 +25,6 @@ from ...model.linear import nan_parameter
 from ...weights.trained_files import TrainedConfig, TrainedFiles
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
-UNUSED: dict[str, Any] = {"start_rank": 0, "exits": [], "value_rotation": None}  # keys of variants that were removed
 EMBEDDING_DEVIATION = 0.02
 STREAM_ROWS = 32  # of streams, that a pass has room for where they are not on every node
 MAX_STREAMS, MAX_WIDTH = 1024, 2**20  # of gamma; of d_model and an adapter's rank
@@ -38,6 +37,7 @@ class StreamConfig(TrainedConfig):
     """The shape of a trained set of streams, and the target that it was trained for."""
 
     what: ClassVar[str] = "streams"
+    retired = (("start_rank", 0), ("exits", []), ("value_rotation", None))
 
     mode: Mode = "lossless"  # shared: adapters and streams serve the main rows too (eq. 3)
     gamma: int  # streams; 0 only in shared mode: plain adapters
@@ -206,12 +206,7 @@ def read_config(folder: str | Path) -> StreamConfig:
     Raises:
         ConfigError: no such folder, or a file that is missing or broken.
     """
-    place = Path(folder)
-    entries = FILES.entries(place)
-    for name, unset in UNUSED.items():  # of a set that 0.2.0 wrote
-        if entries.get(name, unset) == unset:
-            entries.pop(name, None)
-    return FILES.build_config(StreamConfig, entries, place / CONFIG_FILE, {"adapter": _adapter})
+    return FILES.config(StreamConfig, Path(folder), {"adapter": _adapter})
 
 
 def _adapter(values: Any) -> AdapterConfig | None:
