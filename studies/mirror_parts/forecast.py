@@ -16,6 +16,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from kit.grid import apart
+from kit.mirror_watch import Laps
 from kit.paced import paced_drafters
 
 from mirror_parts.common import Heard, MirrorFlags, drafter_of, listen, mirror_of, prompts_of
@@ -278,6 +279,7 @@ class Driven:
         if not self.window:
             yield {"fresh": _ms(self._draft_fresh)}
         rollout, given = self._rollout(shape)
+        laps = Laps.of(rollout)
         sent = _ms(rollout.start)
         sleep(self.rest_ms / 1e3)  # nobody reads what comes
         best = max(given, key=lambda one: one.levels)
@@ -285,8 +287,8 @@ class Driven:
         reused: dict[Any, Any] = {}
         verdict = _ms(lambda: reused.update(rollout.finish({said: [1] * (best.place + 1)}, [])))
         self.window = reused[said].chain if reused else TokenTree()
-        self.steps, self.rest_ms = self.steps + 1, 1.5 * rollout.ms + 2
-        yield {"send": sent, "draft": rollout.ms - sent, "verdict": verdict}
+        self.steps, self.rest_ms = self.steps + 1, 1.5 * laps.ms + 2
+        yield {"send": sent, "draft": laps.ms - sent, "verdict": verdict}
 
     def _draft_fresh(self) -> None:
         rollout = Rollout(self.sessions, self.vocab)

@@ -79,7 +79,9 @@ class Source:
             if any(not 0 <= token < self._vocab for token in new.tokens):
                 raise ValueError("a drafted token lies outside the vocabulary")
             columns = zip(new.parents, new.tokens, new.log_q, new.nodes, new.sources, strict=True)
-            offers[key] = [Offer(below[parent], *rest) for parent, *rest in columns]
+            offers[key] = [
+                Offer(below[parent], token, log_q, node, mark) for parent, token, log_q, node, mark in columns
+            ]
         return offers
 
     def go_on(self, key: int, token: int, node: int) -> None:
