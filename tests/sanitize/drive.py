@@ -314,10 +314,9 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
         rules, place = draw.choice([None, some_rules(draw, vocab)]), position + count + 9
         left = draw.choice([None, torch.randn(draw.randint(1, 3), vocab)])
         states, most = torch.randn(len(pending), d).to(dtype), (draw.choice([1, 7, 999]), draw.choice([1, 7, 999]))
-        root = draw.randrange(vocab)
-        sprouts.append(SampleStart(pending, position, keys, steps, root, place, rules, states, left, most))
-        budget, most_nodes = draw.randint(1, 9), 4 + vocab * 20
-        seeds.append(TreeStart(pending, position, steps - 1, keys, budget, levels, most_nodes, rules, 9, states))
+        at_root = draw.randrange(vocab), place, rules, states, left, most
+        sprouts.append(SampleStart(pending, position, keys, steps, *at_root))
+        seeds.append(TreeStart(pending, position, steps - 1, keys, 9, levels, 4 + vocab * 20, rules, 9, states))
     for branches in (1, topk, 2 * vocab):
         raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), cache)
         assert not raw.isnan().any()

@@ -260,15 +260,11 @@ def token_logprobs(
     # Whatever is above one of them is among them, so the first of its equals stands at its rank.
     above_top = torch.searchsorted(-top.values, -top.values)
     above = torch.cat([above_chosen, above_top], dim=-1)  # [n, 1 + k]
-    rows = zip(ids.tolist(), values.tolist(), above.tolist(), strict=True)
-    return [_as_logprobs(*row, decode) for row in rows]
-
-
-def _as_logprobs(
-    ids: list[int], values: list[float], above: list[int], decode: DecodeToken | None
-) -> dict[int, Logprob]:
-    row: dict[int, Logprob] = {}
-    for token, value, higher in zip(ids, values, above, strict=True):
-        if token not in row:
-            row[token] = Logprob(value, higher + 1, decode(token) if decode else None)
-    return row
+    result = []
+    for row in zip(ids.tolist(), values.tolist(), above.tolist(), strict=True):
+        entries: dict[int, Logprob] = {}
+        for token, value, higher in zip(*row, strict=True):
+            if token not in entries:
+                entries[token] = Logprob(value, higher + 1, decode(token) if decode else None)
+        result.append(entries)
+    return result

@@ -136,7 +136,8 @@ class Hybrid(Drafter):
             _check(config, part.spec)
         self.config, self.parts = config, [*parts]
         specs = [part.spec for part in parts]
-        pasts, ahead = [s.past for s in specs], [source for source, s in enumerate(specs) if s.in_pass]
+        pasts, labels = [spec.past for spec in specs], [spec.name for spec in specs]
+        ahead = [source for source, s in enumerate(specs) if s.in_pass]
         if len(ahead) > 1:
             raise CapabilityError(f"hybrid:{config.parts}", "two draft in the target's pass", "name one of these")
         self._ahead = ahead[0] if ahead else -1  # the source that is called a step ahead
@@ -155,7 +156,10 @@ class Hybrid(Drafter):
             tree=True,
             ahead=self._levels() > 0,
             ahead_levels=self._levels(),
-            sources=tuple(_distinct([spec.name for spec in specs])),
+            # A repeated name has a number.
+            sources=tuple(
+                n if n not in labels[:i] else f"{n} {labels[: i + 1].count(n)}" for i, n in enumerate(labels)
+            ),
             parts=tuple(specs),
         )
 
@@ -267,8 +271,3 @@ def _check(config: HybridConfig, spec: DrafterSpec) -> None:
         raise CapabilityError(subject, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
     if spec.default_budget == 0:
         raise ConfigError(subject, f"{spec.name} drafts nothing", remedy)
-
-
-def _distinct(labels: abc.Sequence[str]) -> list[str]:
-    """Names as they are; a repeated one with a number."""
-    return [n if n not in labels[:i] else f"{n} {labels[: i + 1].count(n)}" for i, n in enumerate(labels)]

@@ -123,7 +123,11 @@ class ModelSessions(NetworkSessions):
             rows += [place[node] if node != ROOT else first + pending - 1 for node in one.parents]
         batch = packer.batch()
         with self.decoder.whole_run(batch, self.pool, LOGITS, rows):
-            logits = self._logits(self._run(batch), rows)
+            hidden = self._run(batch)
+            chosen = hidden if rows == [*range(len(hidden))] else hidden[torch.tensor(rows, device=hidden.device)]
+            logits = self.decoder.read(chosen)[:, : self._vocab]
+        if missing := self._vocab - logits.shape[-1]:  # tokens that the draft lacks are impossible
+            logits = pad(logits, (0, missing), value=-math.inf)
         for one in parts:
             self._entered(one.session, one.computed)
         return logits
@@ -142,10 +146,3 @@ class ModelSessions(NetworkSessions):
         """[rows, d_model] states after the last layer."""
         state = self.decoder.embed(batch)
         return self.decoder.run_layers(state, 0, self.decoder.num_layers, self.pool).hidden
-
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """[len(rows), V] over the target's vocabulary; tokens that the draft lacks are impossible."""
-        chosen = hidden if rows == [*range(len(hidden))] else hidden[torch.tensor(rows, device=hidden.device)]
-        logits = self.decoder.read(chosen)[:, : self._vocab]
-        missing = self._vocab - logits.shape[-1]
-        return pad(logits, (0, missing), value=-math.inf) if missing else logits

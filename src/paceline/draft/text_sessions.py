@@ -286,18 +286,14 @@ class TextSessions:
         tree: DraftCache = self._open[key]
         tokens = tree.tokens(node)
         rows, done = tree.cut(node)
-        self._say(tree, tokens)
+        tree.view.sampler.commit(tokens)
         self._keep(tree, rows, done)
 
     def commit(self, key: int, tokens: abc.Sequence[int]) -> None:
         """Implement `DraftSessions`."""
         tree: DraftCache = self._open[key]
-        self._say(tree, tokens)
-        self._clear(tree, tokens)
-
-    @staticmethod
-    def _say(tree: DraftCache, tokens: abc.Sequence[int]) -> None:
         tree.view.sampler.commit(tokens)
+        self._clear(tree, tokens)
 
     def _clear(self, tree: Any, tokens: abc.Sequence[int]) -> None:
         """Drop all nodes: the text has gone on with these tokens."""

@@ -106,19 +106,16 @@ class HeadNetwork:
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
         """Return [rows, d] the states that come next; see `StateBody.run`."""
-        fused = self._fused(states, self.handle.embed(batch.tokens) if tokens else None)
+        if tokens:
+            fused = self._fuse_all(torch.cat((self.handle.embed(batch.tokens), states), -1))
+        else:
+            fused = self._fuse_state.add(states, self._constant)
         state = ForwardState(fused, batch.positions, batch.slots, batch.attn)
         return self.decoder.run_layers(state, 0, 1, pool).hidden
 
     def logits(self, states: Tensor) -> Tensor:
         """Return [rows, V] float32 or wider, of states that it predicted: by the target's own head."""
         return self.decoder.read(states)
-
-    def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
-        """Override `StateHead.fuse`."""
-        if embedded is None:
-            return self._fuse_state.add(states, self._constant)
-        return self._fuse_all(torch.cat((embedded, states), -1))
 
 
 def _fusing(

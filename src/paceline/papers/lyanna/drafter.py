@@ -35,7 +35,6 @@ from .trees import Bias, token_info_sampling
 
 if TYPE_CHECKING:
     from ...model.decoder import TargetInfo
-    from ...model.handle import TargetHandle
 
 MAX_NODES = 256
 FRESH, AGAIN = 0, 1  # source marks: of nodes of a fresh draft, and of re-sampled ones
@@ -119,11 +118,19 @@ class LyannaDrafter(StateDrafter):
         reads, quant = self.model.reads_tokens, stored_as(self.config.storage, target)
         network = HeadNetwork(self.model.head, target.handle, device, reads, self._hot, quant)
         self.body = StateSessions(self, network, self.depth, self.config.past, max_sequences, pool_tokens, device)
-        info = _token_info(self.model, target.handle, device)
-        self._bias = _bias(info)
-        if info is not None and self.body.fuse is not None:
-            table = info[1] if self._hot is None else info[1][self._hot]
-            self._info = token_info(info[0], NativeLinear(table, None))
+        if self.model.info is None:
+            return
+        # Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each. Both in the
+        # dtype of states, as the other weights: factors are rounded, sums are wide.
+        dtype, wide = target.handle.dtype, torch.float64 if target.handle.dtype == torch.float64 else torch.float32
+        info = self.model.info.to(device, wide)
+        with torch.no_grad():
+            factors = info.factors(target.handle.table()).to(dtype)
+            table = info.table().data.to(dtype).contiguous()
+        wide_factors, wide_table = factors.to(wide), table.to(wide)
+        self._bias = lambda tokens: wide_factors[[*tokens]] @ wide_table.t()
+        if self.body.fuse is not None:
+            self._info = token_info(factors, NativeLinear(table if self._hot is None else table[self._hot], None))
 
     def logits(self, states: Tensor, tokens: abc.Sequence[int]) -> Tensor:
         """Implement `StateDrafter`: with what the tokens imply for their children."""
@@ -248,25 +255,3 @@ class _SequenceDraft:
     steps: int = 0  # of a new draft; 0: none
     fresh: Growth | None = None
     again: Growth | None = None  # of the states left over
-
-
-@torch.no_grad()
-def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each; None: none.
-
-    Both in the dtype of states, as the other weights: factors are rounded, sums are wide.
-    """
-    if model.info is None:
-        return None
-    info = model.info.to(device, torch.float64 if handle.dtype == torch.float64 else torch.float32)
-    factors = info.factors(handle.table())
-    return factors.to(handle.dtype), info.table().data.to(handle.dtype).contiguous()
-
-
-def _bias(info: tuple[Tensor, Tensor] | None) -> Bias:
-    """Return [tokens, V] what a few tokens imply for their children."""
-    if info is None:
-        return lambda tokens: None
-    wide = torch.float64 if info[0].dtype == torch.float64 else torch.float32
-    factors, table = (part.to(wide) for part in info)
-    return lambda tokens: factors[[*tokens]] @ table.t()

@@ -259,10 +259,11 @@ class InFlightTree:
             self.nodes, self._children, self.rows, self.spare = {}, {}, 0, []
             self.root = self._add(Node(NONE, token, old.place + 1))
             return Cut(self.version, token, False, frozenset(), (0,))
-        return self._reroot(child)
-
-    def _reroot(self, child: int) -> Cut:
-        self.nodes = {number: self.nodes[number] for number in self._below(child)}
+        below = {child}
+        for number, node in self.nodes.items():  # parents have lower numbers than their children
+            if node.parent in below:
+                below.add(number)
+        self.nodes = {number: node for number, node in self.nodes.items() if number in below}
         self.nodes[child].parent = NONE
         self.root = child
         self._children = {(node.parent, node.token): number for number, node in self.nodes.items()}
@@ -273,11 +274,3 @@ class InFlightTree:
         self.rows = len(entered)
         root = self.nodes[child]
         return Cut(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
-
-    def _below(self, root: int) -> list[int]:
-        """Return a node and all below it; parents have lower numbers than their children."""
-        below = {root: None}
-        for number, node in self.nodes.items():
-            if node.parent in below:
-                below[number] = None
-        return [*below]

@@ -143,12 +143,6 @@ def _keys_and_values(layer: Layer, c: DecoderConfig, memory: Tensor, rotation: R
     return rotate(head_norm(k, layer.k_norm, c), rotation), v
 
 
-def _queries(layer: Layer, c: DecoderConfig, hidden: Tensor, rotation: Rotation) -> Tensor:
-    """Return [.., heads, head_dim] of a layer's input [.., d]."""
-    q = _part(layer, normed(layer.attention_norm, hidden), slice(0, c.num_heads * c.head_dim))
-    return rotate(head_norm(q.unflatten(-1, (-1, c.head_dim)), layer.q_norm, c), rotation)
-
-
 def _part(layer: Layer, x: Tensor, outputs: slice) -> Tensor:
     """Return some of the outputs of a layer's first product."""
     dense = layer._modules["qkv"]
@@ -193,7 +187,9 @@ def run_blocks(
         activations = [hidden]
         for layer, kv in zip(layers, past_kv, strict=True):
             k, v = (torch.cat(parts, 1) for parts in zip(*kv, strict=True))
-            attended = _attend(groups.split(_queries(layer, c, hidden, rotation)), k, v, mask, c.scale)
+            q = _part(layer, normed(layer.attention_norm, hidden), slice(0, c.num_heads * c.head_dim))
+            q = rotate(head_norm(q.unflatten(-1, (-1, c.head_dim)), layer.q_norm, c), rotation)
+            attended = _attend(groups.split(q), k, v, mask, c.scale)
             attended = attended.view(rows, -1, attended.shape[-1])[:, :count]
             hidden = finish(layer, c, hidden, attended * seen)
             activations.append(hidden)

@@ -98,22 +98,17 @@ def stream_run(
         streams = min(gamma, work.budget or gamma)  # no draft is deeper than its budget
         nodes: Sequence[int] = range(span.nodes)
         if not everywhere:
-            chances = [1.0] if span.tree is None else _frontier_chances(span.tree)
+            tree = span.tree or TokenTree()
+            reached = [1.0, *map(exp, tree.scores)]
+            chances = [*reached]  # of every node that it is the last accepted one: its own, less those of its children
+            for node, parent in enumerate(tree.parents, start=1):
+                chances[parent] -= reached[node]
             nodes = _choose_stream_nodes(chances, streams, open_rows - used, room - used, *prices)
         used += streams * len(nodes)
         ends = work.sequence.checker.enders
         rows.append(StreamCarrier(c.work, span.root, streams, most_accepted(work), ends, nodes))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
     return StreamRun(carriers[0].streams, rows, min(k, target.config.vocab_size), scratch, noisy)
-
-
-def _frontier_chances(tree: TokenTree) -> list[float]:
-    """Return the chance of every node that it is the last accepted one: its own, less those of its children."""
-    reached = [1.0, *map(exp, tree.scores)]
-    chances = [*reached]
-    for node, parent in enumerate(tree.parents, start=1):
-        chances[parent] -= reached[node]
-    return chances
 
 
 def _choose_stream_nodes(

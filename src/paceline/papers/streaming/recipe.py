@@ -28,7 +28,7 @@ from ...weights.files import fingerprint
 from ...weights.trained_files import resumed
 from .ahead import Aims, Tally
 from .model import StreamConfig, StreamSet
-from .multistream import MainPass, lossless_streams, main_pass, shared_pass
+from .multistream import lossless_streams, main_pass, shared_pass
 
 if TYPE_CHECKING:
     from ...train.registry import BuildContext
@@ -172,26 +172,23 @@ class StreamRecipe:
         figures: Counter[str] = Counter()  # every segment's are shares of the batch's means
         grads: list[Tensor | None] = [None] * len(self._parameters)
         for part in carriers.segments(self.options.segment):
-            loss, shares = self._segment(batch, main, part, aims, target)
+            streams, _ = lossless_streams(self.network, self.module, main, part)
+            part_aims = Aims.of(batch, part, streams.shape[1], aims)
+            ahead, shares = self._stream_loss(streams, part_aims, target)
+            early, exit_figures = self._exit_loss(main.states[0], part, part_aims)
+            loss, shares = ahead + early, shares | exit_figures
             total = loss.detach() if total is None else total + loss.detach()
             figures.update(shares)
             if torch.is_grad_enabled():
                 gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-                grads = [_sum(old, new) for old, new in zip(grads, gradients, strict=True)]
+                for place, new in enumerate(gradients):
+                    old = grads[place]
+                    grads[place] = new if old is None else old if new is None else old.add_(new)
         if total is None:
             return no_loss(self.module), {}
         if torch.is_grad_enabled():
             total = KnownGradients.apply(total, grads, *self._parameters)
         return total, dict(figures)
-
-    def _segment(
-        self, batch: TokenBatch, main: MainPass, part: CarrierRows, aims: Aims, target: TargetOf | None
-    ) -> tuple[Tensor, dict[str, float]]:
-        streams, _ = lossless_streams(self.network, self.module, main, part)
-        part_aims = Aims.of(batch, part, streams.shape[1], aims)
-        loss, figures = self._stream_loss(streams, part_aims, target)
-        early, exit_figures = self._exit_loss(main.states[0], part, part_aims)
-        return loss + early, figures | exit_figures
 
     def _said(self, final: Tensor, aims: Aims) -> TargetOf | None:
         """Return the target's output in the main rows ``final`` [B * T, d] that streams stand for; None: not needed."""
@@ -307,12 +304,6 @@ class StreamRecipe:
         """Save the set, in bf16 as all weights are; return the number of parameters of each part."""
         self.module.save(folder, torch.bfloat16)
         return {"parameters": self.module.parameters_by_part(), "application": self.options.application}
-
-
-def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    if old is None or new is None:
-        return new if old is None else old
-    return old.add_(new)
 
 
 def build(options: StreamsOptions, context: BuildContext) -> StreamRecipe:
