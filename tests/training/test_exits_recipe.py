@@ -43,6 +43,7 @@ def make_recipe(held_out: Any = None) -> ExitRecipe:
         if "norm" not in name:
             parameter.data.mul_(8.0)
     heads = ExitHeads.fresh(make_config(), torch.Generator().manual_seed(5))
+    heads.up.data.normal_(std=0.3, generator=torch.Generator().manual_seed(6))
     return ExitRecipe(heads, target, held_out)
 
 
@@ -56,7 +57,7 @@ def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor
     hidden = target.run(target.embed(batch.tokens), 0, layer, batch)[0]
     if layer in LAYERS:
         place = LAYERS.index(layer)
-        hidden = (hidden @ heads.down[place].T).relu() @ heads.up[place].T
+        hidden = hidden + (hidden @ heads.down[place].T).relu() @ heads.up[place].T
     return target.logits(target.final(hidden))
 
 

@@ -229,7 +229,9 @@ def save_exits(folder: Path, decoder: Decoder = DECODER, **changes: Any) -> str:
     shape = decoder.config
     known = {"num_layers": shape.num_layers, "d_model": shape.d_model, "vocab_size": shape.vocab_size}
     config = ExitsConfig(**{"layers": (1, 2), **known, **changes})
-    ExitHeads.fresh(config, torch.Generator().manual_seed(1)).save(folder, torch.float32)
+    heads, generator = ExitHeads.fresh(config, torch.Generator().manual_seed(1)), torch.Generator().manual_seed(2)
+    heads.up.data.normal_(generator=generator)
+    heads.save(folder, torch.float32)
     return str(folder)
 
 

@@ -212,6 +212,6 @@ def test_targets_that_do_not_fit() -> None:
             bound(spire(), tiny_decoder(config))
     with pytest.raises(CapabilityError, match="and the target has 3"):
         SpireDrafter(SpireConfig(path="x"), SpireShape(layers=3), Path("x"), 3)
-    for spec, wrong in (("spire:x,depth=0", "depth must be 1"), ("spire:x,extra=3", "re-sampl")):
+    for spec, wrong in (("spire:x,depth=0", "depth must be 1"), ("spire:x,extra=3", "no option")):
         with pytest.raises(ConfigError, match=wrong):
             registry.parse(spec)
