@@ -86,10 +86,11 @@ def test_a_trained_exit_says_in_the_target_what_it_said_in_training(tmp_path: Pa
     c = decoder.config
     config = make_config(num_layers=c.num_layers, d_model=c.d_model, vocab_size=c.vocab_size, target="tiny")
     heads = ExitHeads.fresh(config, torch.Generator().manual_seed(1))
+    heads.up.data.normal_(generator=torch.Generator().manual_seed(3))
     heads.save(tmp_path, torch.float32)
     hidden = torch.randn(5, c.d_model, generator=torch.Generator().manual_seed(2))
     made = exit_of(tmp_path, decoder, LAYERS[1], "tiny")
-    wanted = decoder.read((hidden @ heads.down[1].T).relu() @ heads.up[1].T)
+    wanted = decoder.read(hidden + (hidden @ heads.down[1].T).relu() @ heads.up[1].T)
     assert made.layer == LAYERS[1] and torch.allclose(made.logits(hidden), wanted, rtol=1e-5)
     assert sum(p.numel() for p in heads.parameters()) == len(LAYERS) * c.d_model**2
     with pytest.raises(CapabilityError, match="they lie after layers 1, 2"):
