@@ -121,11 +121,8 @@ def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Pat
     result = finish(made, trainer)
     assert {p.name for p in result.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, "training.json"}
     heads = load(result, torch.float32)
-    assert (heads.config.layers, heads.config.target, heads.config.fingerprint) == (
-        (1,),
-        target.name,
-        fingerprint(target),
-    )
+    facts = heads.config.layers, heads.config.target, heads.config.fingerprint
+    assert facts == ((1,), target.name, fingerprint(target))
     assert trainer.recipe.evaluate()["accuracy/boxes/1"] > before
     again = prepare(job("exits", data, target, tmp_path / "again", init=result))
     assert torch.equal(again.trained["down"].data, heads.down.data)
