@@ -81,7 +81,7 @@ def unpack(file: Path, target: str, data: Path, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{file.name.removesuffix(SUFFIX)}.jsonl"
     answers = [list(islice(ids, length)) for length in lengths.tolist()]
-    lines = [answer_line(encoder, prompt, said) for prompt, said in zip(prompts, answers, strict=False)]
+    lines = [answer_line(encoder.tokenizer, prompt, said) for prompt, said in zip(prompts, answers, strict=False)]
     path.write_text("".join(lines), "utf-8")
     sidecar(path).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
     return path

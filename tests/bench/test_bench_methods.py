@@ -20,7 +20,6 @@ DRAFT = "paceline-small-draft"
         (f"hybrid:suffix;k=3+draft_model:{DRAFT}", "suffix has no option 'k'"),
         ("ngram;budget=1;budget=2", "there twice"),
         ("ngram;threads=2", "no setting 'threads'"),
-        ("plain;budget=4", "has no effect without a drafter"),
         ("llama.cpp/plain", "studies/peers.py"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_file_of_either_form_and_compressed(tmp_path: Path) -> None:
         ({"turns": ["a"], "prompt": "a"}, "both"),
         ({"turns": ["a", "  "]}, "'turns' cannot hold '  '"),
         ({"turns": ["a"], "id": 1.5}, "'id' cannot hold 1.5"),
-        ({"turns": ["a"], "id": "first"}, "line 1 too"),
+        ({"turns": ["a"], "id": "first"}, "line 1, too"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: Any, wrong: str) -> None:

@@ -28,8 +28,8 @@ def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) ->
     )
 
 
-def ranked(**more: Any) -> dict[str, RankedDrafter]:
-    return {made.drafter: made for made in plan.rank(question(**more))}
+def form(q: PlanRequest, drafter: str, depth: int = 4) -> RankedDrafter:
+    return plan.predict(q, drafter, depth, 1, q.assumptions()[drafter])
 
 
 def test_the_fastest_comes_first_and_plain_is_one() -> None:
@@ -44,13 +44,9 @@ def test_the_fastest_comes_first_and_plain_is_one() -> None:
         assert speed == pytest.approx(candidate.multiplier)
 
 
-def reasons(**more: Any) -> dict[str, str]:
-    return {made.drafter: reason(question(**more), made) for made in plan.rank(question(**more))}
-
-
 def test_a_named_draft_model_is_priced_and_its_pair_known() -> None:
     small = models.named("llama-3-8b")
-    made, other = ranked(draft=small, depth=4, width=1)["draft_model"], ranked(depth=4, width=1)["draft_model"]
+    made, other = form(question(draft=small), "draft_model"), form(question(), "draft_model")
     assert made.acceptance is not None and made.acceptance.accept == 0.81
     assert made.tau == pytest.approx(sum(0.81**n for n in range(5)))
     assert made.round.draft != other.round.draft and made.holds != other.holds
@@ -58,19 +54,19 @@ def test_a_named_draft_model_is_priced_and_its_pair_known() -> None:
 
 def test_streams_are_no_deeper_than_their_set_and_their_rows_have_a_price() -> None:
     """A set of four on every row, through half of the layers: the root and four nodes are 15 rows, not 9."""
-    for asked in (question(batch=1, context=512), embedded(depth=None)):
+    for asked in (question(batch=1, context=512), embedded()):
         assert max(made.depth for made in plan.rank(asked) if made.drafter == "streams") <= 4
-    assert (ranked(depth=8)["streams"].depth, ranked(depth=4)["streams"].rows) == (4, 15)
+    assert form(question(), "streams").rows == 15
     few = {made.drafter: made for made in plan.rank(embedded(batch=1, context=128))}
     assert few["streams"].round.verify > 1.2 * few["ngram"].round.verify
 
 
 def test_what_the_user_says_of_acceptance_counts() -> None:
     said = given_acceptance(["spire=3", "ngram=5@8"])
-    found = ranked(depth=4, acceptance=said)
-    assert found["spire"].tau == pytest.approx(3) and found["spire"].acceptance == said["spire"]
-    assert ranked(depth=8, acceptance=said)["ngram"].tau == pytest.approx(5)
-    assert found["magicdec"].tau == pytest.approx(3.891)
+    asked = question(acceptance=said)
+    assert form(asked, "spire").tau == pytest.approx(3) and form(asked, "ngram", 8).tau == pytest.approx(5)
+    assert asked.assumptions()["spire"].source == "--tau spire=3"
+    assert form(asked, "magicdec").tau == pytest.approx(3.891)
 
 
 @given(st.floats(0, 1), st.integers(1, 64))
@@ -85,11 +81,12 @@ def embedded(**more: Any) -> PlanRequest:
     """The embedded target, with the zoo's draft model, where SPIRe's page has its headline."""
     target, draft = (models.read_shape(zoo.find(name)) for name in ("paceline-small", "paceline-small-draft"))
     given = {"target": target, "draft": draft, "machine": machines.machine("cpu"), "batch": 64, "context": 1984}
-    return PlanRequest(**{**given, "depth": 4, "width": 1, **more})
+    return PlanRequest(**{**given, **more})
 
 
 def test_a_measured_pair_takes_its_own_tau_draft_and_window() -> None:
-    asked, found = embedded(), {made.drafter: made for made in plan.rank(embedded())}
+    asked = embedded()
+    found = {name: form(asked, name) for name in plan.DRAFTERS}
     stored = {pair["drafter"]: pair for pair in PAIRS if pair["target"] == "paceline-small"}
     assert {*stored} == {*plan.DRAFTERS}
     for name in ("spire", "magicdec", "draft_model"):

@@ -26,18 +26,23 @@ from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.train.trainer import CHECKPOINT
 from paceline.weights.source import load_tokenizer
 
-SHAPE = {"layers": 1, "d-model": 32, "d-ff": 48, "heads": 2, "kv-heads": 2}
-STEPS = {"steps": 8, "warmup": 2, "rows": 4, "length": 64, "precision": "fp32", "evaluate-every": 4}
-ENDLESS = {"steps": 100000, "evaluate-every": 0, "schedule": "constant"}
+SHAPE = {"layers": 1, "d_model": 32, "d_ff": 48, "heads": 2, "kv_heads": 2}
+STEPS = {"steps": 8, "warmup": 2, "precision": "fp32", "evaluate_every": 4}
+ENDLESS = {"steps": 100000, "evaluate_every": 0, "schedule": "constant"}
 
 
-def flags(values: dict[str, Any]) -> list[str]:
-    """Options as they are written on the command line."""
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+def write_recipe(folder: Path, kind: str = "draft_model", options: dict[str, Any] = SHAPE, **train: Any) -> Path:
+    """A recipe on boxes.jsonl."""
 
+    def lines(values: dict[str, Any]) -> str:
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
 
-DRAFT = ["draft_model", "--target", "{target}"]
-SMALL, RUN, LONG = flags(SHAPE), flags(STEPS), flags(STEPS | ENDLESS)
+    tables = {"options": options, "train": STEPS | train, "[phase]": {"rows": 4, "length": 64}}
+    tables["[data.source]"] = {"file": "boxes.jsonl"}
+    text = f'recipe = "{kind}"\n' + "".join(f"[{name}]\n{lines(values)}" for name, values in tables.items())
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 @pytest.fixture
@@ -76,7 +81,7 @@ def wait_for(condition: Callable[[], bool], work: subprocess.Popen[str], seconds
 
 def test_a_run_goes_on_where_it_stopped(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
     """Stopped twice; then the same losses and weights as without, and a draft that loads."""
-    args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN]
+    args = [write_recipe(tmp_path), "--target", target, "--data", data.parent]
     assert run(*args, "--out", tmp_path / "whole").exit_code == 0
     first = stopped(3, lambda: run(*args, "--out", tmp_path / "parts"))
     assert first.exit_code == 130
@@ -97,70 +102,44 @@ def test_a_draft_begins_as_spaced_layers_of_its_target(
     run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
 ) -> None:
     """So many of them, with its ends."""
-    args = ["draft_model", "--target", target, "--data", data, *RUN, "--steps", "1", "--learning-rate", "1e-9"]
-    for layers in ("1", "2"):
-        out = tmp_path / layers
-        assert run(*args, "--start", "target", "--layers", layers, "--out", out).exit_code == 0
+    for layers in (1, 2, 3):
+        recipe = write_recipe(tmp_path, options={"start": "target", "layers": layers}, steps=1, learning_rate=1e-9)
+        done = run(recipe, "--target", target, "--data", data.parent, "--out", out := tmp_path / str(layers))
+        if layers == 3:
+            assert (done.exit_code, "the target has 2" in said(done)) == (2, True)
+            break
         begun, whole = (load_file(f / "model.safetensors") for f in (out / "result", target))
         config = json.loads((out / "result" / "config.json").read_text("utf-8"))
-        assert (config["num_hidden_layers"], config["hidden_size"]) == (int(layers), 32)
+        assert (config["num_hidden_layers"], config["hidden_size"]) == (layers, 32)
         for name, value in begun.items():
-            own = name.replace("layers.0.", "layers.1.") if layers == "1" else name
+            own = name.replace("layers.0.", "layers.1.") if layers == 1 else name
             assert torch.equal(value, whole[own].bfloat16()), name
-    refused = run(*args, "--start", "target", "--layers", "3", "--out", tmp_path / "3")
-    assert (refused.exit_code, "the target has 2" in said(refused)) == (2, True)
-
-
-def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "r.toml"
-    recipe.write_text(
-        'recipe = "streams"\n[options]\ngamma = 2\nlayers = 1\n[train]\nsteps = 2\nwarmup = 1\nprecision = "fp32"\n'
-        '[[phase]]\nrows = 2\nlength = 64\n[data]\n[[data.source]]\nfile = "boxes.jsonl"\n',
-        encoding="utf-8",
-    )
-    entry = {"sha256": None, "source": "made here", "obtain": "as it is"}
-    (tmp_path / "manifest.json").write_text(json.dumps({"files": {"boxes.jsonl": entry}}), encoding="utf-8")
-    args = [recipe, "--data", data.parent, "--out", tmp_path / "out"]
-    assert "Give --target MODEL" in said(run(*args))
-    done = run(*args, "--target", target)
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "out" / "result" / "streams.safetensors").is_file()
-    refused = run(*args, "--target", target, "--cache", tmp_path / "cache")
-    assert (refused.exit_code, "which are what a cache holds" in said(refused)) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("change", "flags", "message"),
     [
-        (["straems"], "Did you mean 'streams'"),
-        (
-            ["nonsense"],
-            "Known kinds: draft_model, streams, medusa, exits, lyanna, eagle, spire, tracks, answers",
-        ),
-        (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
-        ([*DRAFT, "--data", "{data}=many", "--out", "{out}"], "the weight is not a number"),
-        (
-            [*DRAFT, "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"],
-            "heads=5, kv_heads=2: heads must divide d_model",
-        ),
-        (
-            ["streams", "--target", "{target}", "--data", "{data}", "--out", "{out}", "--prompt-weight", "0.5"],
-            "streams with prompt_weight=0.5: prompt tokens carry no streams",
-        ),
+        ({"kind": "straems"}, [], "Did you mean 'streams'"),
+        ({"options": SHAPE | {"heads": 5}}, [], "heads=5, kv_heads=2: heads must divide d_model"),
+        ({"kind": "streams", "options": {}}, ["--cache", "{out}"], "which are what a cache holds"),
+        ({"stepss": 3}, [], "TrainConfig has no 'stepss'"),
     ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
+    ids=str,
 )
 def test_a_mistake_ends_in_one_line(
-    args: list[str], message: str, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+    change: dict[str, Any],
+    flags: list[str],
+    message: str,
+    run: Callable[..., Result],
+    data: Path,
+    target: Path,
+    tmp_path: Path,
 ) -> None:
-    places = {"{data}": str(data), "{target}": str(target), "{out}": str(tmp_path / "out")}
-    for name, value in places.items():
-        args = [arg.replace(name, value) for arg in args]
-    done = run(*args)
-    assert done.exit_code == 2
-    assert done.output.startswith("error: ")
-    assert message in said(done)
+    args = [write_recipe(tmp_path, **change), "--target", target, "--data", data.parent, "--out", tmp_path / "out"]
+    done = run(*args, *(flag.replace("{out}", str(tmp_path / "cache")) for flag in flags))
+    assert (done.exit_code, done.output[:7], message in said(done)) == (2, "error: ", True), done.output
     assert not (tmp_path / "out" / CHECKPOINT).exists()
+    assert "Name a recipe file" in said(run("draft_model"))
 
 
 def losses_with_steps(out: Path) -> dict[int, float]:
@@ -173,7 +152,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     number: signal.Signals, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
 ) -> None:
     """A real process; what it left goes on to the losses of a run that was not stopped."""
-    out, args = tmp_path / "out", ["draft_model", "--target", target, "--data", data, *SMALL, *LONG]
+    out, args = tmp_path / "out", [write_recipe(tmp_path, **ENDLESS), "--target", target, "--data", data.parent]
     work = process(*args, "--out", out)
     wait_for(lambda: (out / "log.jsonl").is_file() and len(losses_with_steps(out)) > 2, work)
     work.send_signal(number)
@@ -181,7 +160,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     assert work.returncode == 130, errors
     step = torch.load(out / CHECKPOINT, weights_only=True)["step"]
     words = " ".join(errors.split())
-    assert f"stopped after step {step} of 100000, checkpoint in {out}; continue: paceline train draft" in words
+    assert f"stopped after step {step} of 100000, checkpoint in {out}; continue: paceline train {tmp_path}" in words
     for folder in (out, tmp_path / "whole"):
         assert stopped(step + 3, lambda folder=folder: run(*args, "--out", folder)).exit_code == 130
     assert losses_with_steps(out).items() <= losses_with_steps(tmp_path / "whole").items()
@@ -215,7 +194,8 @@ def test_answers_are_the_targets_own_and_train_a_draft(
     assert [e.tokens.tolist() for e in read] == [r["prompt_tokens"] + r["completion_tokens"] for r in made]
     facts = json.loads(sidecar(out).read_text("utf-8"))
     assert (facts["source"], facts["temperature"], facts["piece"], facts["seed"]) == ("boxes.jsonl", 0.0, 40, 0)
-    done = run("draft_model", "--target", target, "--data", out, "--out", tmp_path / "draft", *SMALL, *RUN)
+    (out.parent / "boxes.jsonl").write_bytes(out.read_bytes())
+    done = run(write_recipe(tmp_path), "--target", target, "--data", out.parent, "--out", tmp_path / "draft")
     assert done.exit_code == 0, done.output
 
 

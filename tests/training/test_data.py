@@ -52,9 +52,9 @@ def test_both_forms_are_read(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "message"),
     [
-        ("x.jsonl", ['{"prompt": '], "line 1: not JSON"),
+        ("x.jsonl", ['{"prompt": '], "line 1: it is not JSON"),
         ("x.jsonl", [{"text": "a"}, {"question": "b"}], "line 2: it has neither prompt and completion nor text"),
-        ("x.jsonl", ['["a"]'], "line 1: it has neither"),
+        ("x.jsonl", ['["a"]'], "line 1: it is a list, not an object"),
         ("x.csv", ["a,b"], "neither .jsonl nor .txt"),
         (
             "x.jsonl",

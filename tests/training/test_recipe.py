@@ -87,6 +87,8 @@ def with_manifest(folder: Path, mark: str | None) -> None:
 def test_files_are_found_and_checked(tmp_path: Path) -> None:
     recipe, data = read_recipe(write(tmp_path)), tmp_path / "data"
     data.mkdir()
+    assert [s.file for s in locate(recipe, data).sources] == [str(data / "a.txt"), STDLIB]  # nothing is checked
+    (tmp_path / "manifest.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="manifest .*manifest.json: it cannot be read"):
         locate(recipe, data)
     with_manifest(tmp_path, hashlib.sha256(b"text").hexdigest())
@@ -127,7 +129,7 @@ def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
 )
 def test_a_job_that_does_not_fit_its_kind_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, TEXT.replace("grow = [0, 1]", "").replace('"target"', '"draft_model"')))
-    job = TrainingJob.of(recipe, out=tmp_path / "out")
+    job = TrainingJob(**vars(recipe), out=tmp_path / "out")
     for name, value in change.items():
         setattr(job, name, value)
     with pytest.raises(ConfigError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def test_a_stop_ends_the_run_after_the_step_under_way(signalled: bool, tmp_path:
     class Stopper:
         def step(self, step: int, figures: Mapping[str, float]) -> None:
             if step == 2:
-                run._stop.set() if signalled else run.stop()
+                signal.raise_signal(signal.SIGINT) if signalled else run.stop()
 
         def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from toolkit import run_until, trainer, write_data, write_target
 from train_target import TargetRecipe
 
-from paceline.train.answers import AnswerConfig, write
+from paceline.train.answers import AnswerConfig, choose, making, write
 from paceline.train.data import Encoder, SourceSpec
 from paceline.train.network import Network
 from paceline.weights.source import load_tokenizer, resolve_folder
@@ -82,9 +82,9 @@ def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
     said = iter([[7], [5, 6, 300], [], [9] * 40, [1, 2]])
     file = tmp_path / "answers" / "some.jsonl"
     file.parent.mkdir()
-    write(
-        file, SourceSpec(file=str(data / "some.jsonl")), encoder, config, lambda ids, _: [next(said) for _ in ids], "it"
-    )
+    source = SourceSpec(file=str(data / "some.jsonl"))
+    prompts, facts = choose(source, encoder, config), making(source, config, "it")
+    write(file, prompts, facts, encoder.tokenizer, lambda ids, _: [next(said) for _ in ids])
     assert run("pack", file, "--out", tmp_path / "kept", tool="answer_ids").returncode == 0
     listed = json.loads((tmp_path / "kept" / "manifest.json").read_text("utf-8"))
     [packed] = [*(tmp_path / "kept").glob("*.xz")]

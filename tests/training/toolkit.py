@@ -104,7 +104,7 @@ def run_until(run: Trainer, last: int) -> None:
     run.watchers.append(stopper := Stopper(last))
     run.run()
     run.watchers.remove(stopper)
-    run._stop.clear()
+    run.interrupted = False
 
 
 def losses(out: Path) -> list[float]:

@@ -224,13 +224,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="checkpoint, log and result")
     parser.add_argument("--stop-after", type=int, help="stop after this step, with a checkpoint")
     given = parser.parse_args(arguments)
-    about = "A Llama-family model, tokenizer included."
-    KINDS["target"] = RecipeKind(about, f"{__name__}:TargetOptions")
+    KINDS["target"] = RecipeKind(f"{__name__}:TargetOptions")
     recipe = locate(read_recipe(given.recipe), given.data)
     if given.init is None and not (given.out / "tokenizer" / "tokenizer.json").is_file():
         shape = fill(TargetOptions, dict(recipe.options), given.recipe)
         train_tokenizer(recipe.sources, shape.vocab_size, given.out / "tokenizer", shape.context)
-    job = TrainingJob.of(recipe, init=given.init or given.out / "tokenizer", out=given.out)
+    job = TrainingJob(**vars(recipe), init=given.init or given.out / "tokenizer", out=given.out)
     trainer = run(job, [_StopAfter(given.stop_after)], say=print)
     print(finish(job, trainer) if trainer.finished else f"stopped after step {trainer.step}")
 

@@ -65,7 +65,6 @@ def page(trained: Mapping[str, Any], verdict: Verdict) -> str:
         + " |"
         for method, (value, low, high) in verdict.times_plain.items()
     )
-    early = " It ended early: more would have brought under 1%." if trained["early"] else ""
     measured = f"""On prompts that were put aside, over plain decoding, 95% intervals; ids equal in {verdict.equal} of
 {verdict.sequences} sequences:
 
@@ -76,7 +75,7 @@ def page(trained: Mapping[str, Any], verdict: Verdict) -> str:
     return f"""**{verdict.words[:1].upper()}{verdict.words[1:]}.**
 
 Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
-given prompts and to prompts that it drew itself.{early} Held-out prompts:
+given prompts and to prompts that it drew itself. Held-out prompts:
 
 | tokens learned from | accepted of a draft |
 |--:|--:|

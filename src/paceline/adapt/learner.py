@@ -30,7 +30,7 @@ from ..train.job import finish, prepare
 from ..weights.source import read_config, resolve_folder
 from .learning import files
 from .learning.store import ANSWER, PROMPT, RequestStore, ServedRequest
-from .training import TrainingPlan, accepted_of, config_of, job_of
+from .training import TrainingPlan, accepted_of, job_of
 
 FRESH, MOST, ASIDE = 96, 512, 24  # requests that a round waits for, that it learns from, that it puts aside
 STEPS_A_REQUEST = 0.25
@@ -120,9 +120,8 @@ def train(
         options={"start": "random", "hot_head": 0.0, **task["options"]},
     )
     steps = max(8, round(STEPS_A_REQUEST * requests))
-    falling = {"schedule": "linear", "final_ratio": 0.1, "learning_rate": task["rate"]}
-    config = config_of(plan, steps, evaluate_every=0, **falling)
-    job = replace(job_of(plan, place / "training", config, init=weights), scored=scored)
+    settings = {"evaluate_every": 0, "final_ratio": 0.1, "learning_rate": task["rate"]}
+    job = replace(job_of(plan, place / "training", steps, weights, **settings), scored=scored)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()

@@ -6,8 +6,6 @@ choice by the same seed (`bench.workloads.choose`), so that its report is over p
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 from ..bench.encoding import Encoded
 from ..bench.workloads import choose, load
 from ..core.errors import ConfigError
-from ..train.files import writing
 
 MIX = {  # by kind, the packaged workload
     "chat": "spec_bench",
@@ -75,25 +72,3 @@ def collect(file: Path | None, tokenizer: Any, room: int, answer_tokens: int, se
             (put_aside if prompt.id in aside else learned).append(tokenized.ids)
         questions.append(Questions(workload=name, name=whole.name, learned=learned, judged=put_aside))
     return questions
-
-
-# -- as data for `train.answers`
-
-
-def write_prompts(path: Path, prompts: Iterable[Sequence[int]], tokenizer: Any) -> None:
-    """Write a file of prompts by their token ids, whole or not at all.
-
-    Each is answered by an end of text, unread.
-    """
-    end = [tokenizer.eos_token_id]
-    lines = [
-        json.dumps(
-            {"prompt": tokenizer.decode(list(ids)), "completion": "", "prompt_tokens": list(ids)}
-            | {"completion_tokens": end}
-        )
-        for ids in prompts
-    ]
-    with writing(f"prompts {path}", "free space there and repeat the command, which continues"):
-        fresh = path.with_suffix(".part")
-        fresh.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        fresh.replace(path)

@@ -1,24 +1,24 @@
-"""`paceline adapt` from beginning to end: survey, answers, training, verdict, and the result.
+"""`paceline adapt` from beginning to end: answers, training, verdict, and the result.
 
 OUT/adapted.json      how it is drafted with: `draft.adapted` reads it
 OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that describes it
 OUT/report/           the bench's report on prompts that nobody learned from
 OUT/adapt.json        completed phases: the same command continues after them
-OUT/prompts, answers  token ids; OUT/states the model's states of them; OUT/training checkpoints and logs
+OUT/answers           token ids; OUT/states the model's states of them; OUT/training checkpoints and logs
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import fmean
-from time import monotonic
+from random import Random
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods, with_plain
 from ..bench.run import Run
 from ..core.errors import ConfigError, StorageError
-from ..engine.calibration import quick_estimate
-from ..train.answers import AnswerConfig
+from ..train.answers import write
 from ..train.data import SourceSpec, sha256
 from ..train.files import writing
 from ..weights.files import fingerprint, free_bytes
@@ -38,27 +37,25 @@ from ..weights.source import load_tokenizer, read_config, resolve_folder
 from . import answering, verdict
 from .config import KIND, AdaptConfig
 from .folder import REPORT, leave
-from .prompts import Questions, collect, write_prompts
+from .prompts import Questions, collect
 from .training import ROWS, TrainingPlan, train
 from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
-JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.12, 5.0, 900.0  # share of the time, and its bounds
-JUDGED, JUDGED_SHARE = 30, 0.25  # prompts that a verdict is over, and the most of the time that is kept for them
-ANSWERING = 0.35  # share of the time without the verdict's in which the model answers; in the rest a drafter learns
-EPOCHS = 3.0  # times that each answer is learned from
-MARGIN, SLACK = 1.1, 1.5  # on the hours that are advised, and on held-out answers: the machine may become slower
-CHECKING = 0.1  # most share of the training's time that checks on held-out prompts take
+ANSWERING = 0.35  # share of the time in which the model answers; in the rest a drafter learns
+JUDGING, JUDGING_LEAST_S, JUDGING_MOST_S = 0.2, 5.0, 1800.0  # share of the time for the verdict, and its bounds
+EPOCHS = 5.0  # times that each answer is learned from, at most
 LEAST_ANSWERS = 2_000  # tokens, below which nothing is learned
 MOST_ANSWERS = 8_000_000  # tokens
-SAMPLE = 48  # prompts that are answered to see how fast that goes
+BATCH = 64  # prompts that are answered together
 ROUNDS, HEAT = 12, 0.8  # times that a prompt is answered, and the temperature of all but the first time
-GIVEN, DRAWN, HELD = "given", "own", "held-"  # files of prompts: to learn from, drawn by the model, to judge on
-OWN = 0.4  # least share of the answers that are to prompts that the model draws
-SPARE = 1.5  # steps that are scored for, over those that are expected
+DRAWN_A_ROUND = 128  # prompts that the model draws after each of them, and after that alone
+GIVEN, DRAWN, HELD = "given-", "own-", "held-"  # files of answers: to prompts given, drawn by the model, to judge on
+MARGIN = 1.1  # on the hours that are advised
 FOOTPRINT = 4.0 + 2.0 + 2.0  # bytes a parameter: of the network that trains, of layers that score, that serve
 
 Say = Callable[[str], None]
+Ids = tuple[int, ...] | list[int]  # of a prompt
 
 
 class Adaptation:
@@ -78,25 +75,11 @@ class Adaptation:
         self.room = min(ROOM, self.shape.max_position - 8)
         self.answer = min(ANSWER, self.room // 3)
         self.tokenizer = load_tokenizer(self.target)
+        self.tokens = 0  # of answers
+        self.folder = work.folder / "answers"
+        with writing(f"--out {work.folder}", FULL):
+            self.folder.mkdir(exist_ok=True)
         self._llm: LLM | None = None
-
-    @property
-    def reserve_s(self) -> float:
-        """Return the seconds that are kept for the verdict."""
-        whole = 3600 * self.config.hours
-        prompts = min(JUDGED, sum(len(question.judged) for question in self.questions))
-        wished = min(self.judging_s(prompts), JUDGED_SHARE * whole)
-        return max(self.judging_s(), wished, min(JUDGING_MOST_S, JUDGING * whole))
-
-    def judging_s(self, prompts: int = 0) -> float:
-        """Return the seconds that judging on so many prompts takes, from timed passes of one row and of many.
-
-        There are at least as many prompts as a judgement needs.
-        """
-        prompts = max(prompts, verdict.LEAST_PAIRS * len(self.questions))
-        (_, one_ms), *_, (rows, wide_ms) = self.work.done("costs")["chain"]
-        read_ms = fmean(len(ids) for question in self.questions for ids in question.judged) * wide_ms / rows
-        return JUDGING_LEAST_S + prompts * verdict.METHODS * (self.answer * one_ms + read_ms) / 1000
 
     @property
     def llm(self) -> LLM:
@@ -112,137 +95,88 @@ class Adaptation:
         rest_s = max(0.0, self.work.left_s)
         self._show(f"{what}{': ' if text else ''}{text}, {_time(rest_s)} left")
 
-    # -- survey
-
     @cached_property
     def questions(self) -> list[Questions]:
         """Return the prompts."""
         return collect(self.config.prompts, self.tokenizer, self.room, self.answer, self.config.seed)
 
-    def survey(self) -> None:
-        """Measure passes and the speed of answers, also where that takes longer than there is time."""
-        learned = [ids for question in self.questions for ids in question.learned]  # errors of the prompts come first
-        self.show("timing passes")
-        self.work.once("costs", lambda: {"chain": quick_estimate(self.llm.decoder, 1).chain})
-        files = {GIVEN: learned, **{f"{HELD}{question.name}": question.judged for question in self.questions}}
-        for name, prompts in files.items():
-            if not (file := self._file("prompts", f"{name}.jsonl")).is_file():
-                write_prompts(file, prompts, self.tokenizer)
-        self.work.once("answering", self._try_answers)
+    # -- answers
 
-    def _file(self, *parts: str) -> Path:
-        place = self.work.folder.joinpath(*parts)
-        with writing(f"--out {self.work.folder}", FULL):
-            place.parent.mkdir(parents=True, exist_ok=True)
-        return place
-
-    def _try_answers(self) -> dict[str, float]:
-        """Answer a few prompts; how fast that goes, all at once."""
-        spent, tokens, began = 0.0, 0, monotonic()
-
-        def report(count: int) -> None:
-            nonlocal tokens, spent
-            tokens, spent = tokens + count, monotonic() - began
-            self.show("answering", f"{tokens:,} tokens")
-
-        self._answer(GIVEN, 0, lambda: not tokens, report, batch=SAMPLE)
-        answered, both = answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))
-        return {"speed": tokens / spent if tokens else 1.0, "prompt_share": both / max(1, answered)}
-
-    @property
-    def speed(self) -> float:
-        """Return the tokens a second that the model answers, many prompts at once."""
-        return float(self.work.done("answering")["speed"])
-
-    def answer_tokens(self) -> int:
-        """Return how many tokens of answers to learn from fit into the time.
+    def answers(self) -> dict[str, int]:
+        """Generate answers until their share of the time is over, or there are enough.
 
         Raises:
             ConfigError: the time is too short to learn anything.
         """
-        fixed, spent = SLACK * self.held / self.speed, self.work.spent_s
-        tokens = int(ANSWERING * (self.work.left_s - self.reserve_s - fixed) * self.speed)
-        if tokens < LEAST_ANSWERS:
-            learning = fixed + LEAST_ANSWERS / ANSWERING / self.speed
-            needed_s = MARGIN * max(spent + learning + self.judging_s(), (spent + learning) / (1 - JUDGED_SHARE))
-            parts = f"survey {_time(spent)}, learning {_time(learning)}, verdict {_time(self.judging_s())}"
-            subject, wrong = f"--hours {self.config.hours:g}", f"a drafter takes longer than that ({parts})"
-            raise ConfigError(subject, wrong, f"give --hours {math.ceil(needed_s / 36) / 100:g} or more")
-        return min(tokens, MOST_ANSWERS)
-
-    @property
-    def checking_s(self) -> float:
-        """Return the seconds that a check on held-out prompts takes: they are read faster than they are written."""
-        return self.held * float(self.work.done("answering")["prompt_share"]) / self.speed
-
-    @property
-    def held(self) -> int:
-        """Return the tokens of the answers to held-out prompts."""
-        return self.answer * sum(len(question.judged) for question in self.questions)
-
-    # -- answers
-
-    def answers(self, target_tokens: int) -> dict[str, int]:
-        """Generate them until there are as many as ``target_tokens``, or their time is over."""
-        have, until = 0, monotonic() + 1.15 * target_tokens / self.speed
-
-        def report(count: int) -> None:
-            nonlocal have
-            have += count
-            self.show("answering", f"{have:,} of {target_tokens:,} tokens")
-
-        def going(most: float) -> bool:
-            return have < most and monotonic() < until and self.work.left_s > self.reserve_s
-
-        batch = max(8, min(64, target_tokens // self.answer))
-        answered = [file for file in (self.work.folder / "answers").glob("*.jsonl") if not file.name.startswith(HELD)]
-        have = sum(answering.tokens_in(file)[0] for file in answered)
         for question in self.questions:
-            self._answer(f"{HELD}{question.name}", 0, lambda: True, lambda count: None)
-        self._answer(GIVEN, 0, lambda: going(target_tokens), report, batch)
-        once = max(1, answering.tokens_in(self._file("answers", f"{GIVEN}-0.jsonl"))[0])
-        rounds = min(ROUNDS, max(1, int((1 - OWN) * target_tokens / once)))
-        drawn_tokens = max(0.0, target_tokens - rounds * once)
-        self.show("drawing prompts")
-        count, file = int(drawn_tokens / self.answer / 2) + 1, self._file("prompts", f"{DRAWN}.jsonl")
-        with writing(f"--out {self.work.folder}", FULL):
-            answering.draw_prompts(self.llm, file, count, self.config.seed, lambda: going(target_tokens))
-        for heat in (0, 1, 2):  # greedy, and drawn twice
-            self._answer(DRAWN, heat, lambda: going(target_tokens - (rounds - 1) * once), report, batch)
-        for heat in range(1, rounds):
-            self._answer(GIVEN, heat, lambda: going(target_tokens), report, batch)
-        return {"tokens": have}
+            self._answer(f"{HELD}{question.name}", question.judged, 0, lambda: True)
+        held, work = self.tokens, self.work
 
-    def _answer(
-        self, name: str, heat: int, going: Callable[[], bool], report: Callable[[int], None], batch: int = 64
-    ) -> None:
-        prompts, out = self._file("prompts", f"{name}.jsonl"), self._file("answers", f"{name}-{heat}.jsonl")
-        if prompts.is_file():
-            heated, seed = HEAT if heat else 0.0, self.config.seed + heat
-            config = AnswerConfig(piece=self.room, temperature=heated, seed=seed)
-            answering.answer_file(self.llm, prompts, out, config, self.answer, self.mark, going, report, batch)
+        def going() -> bool:
+            until_s = self.learning_until_s if self.tokens - held < LEAST_ANSWERS else ANSWERING * work.allowed_s
+            return self.tokens - held < MOST_ANSWERS and work.spent_s < until_s
 
-    @cached_property
-    def mark(self) -> str:
-        """Return the model's fingerprint."""
-        return fingerprint(self.target)
+        learned = [ids for question in self.questions for ids in question.learned]
+        Random(self.config.seed).shuffle(learned)
+        for number in itertools.takewhile(lambda _: going(), itertools.count()):
+            if number < ROUNDS:
+                self._answer(f"{GIVEN}{number}", learned, number, going)
+            drawn, file = list[Ids](), self.folder / f"{DRAWN}{number}.jsonl"
+            if going() and not file.is_file():
+                self.show("drawing prompts")
+                drawn += answering.draw_prompts(self.llm, DRAWN_A_ROUND, self.config.seed + number * DRAWN_A_ROUND)
+            self._answer(file.stem, drawn, 0, going)
+        if self.tokens - held < LEAST_ANSWERS:
+            needed_s = MARGIN * work.spent_s * (1 + LEAST_ANSWERS / max(1, self.tokens)) / ANSWERING
+            wrong = f"{self.tokens - held:,} tokens of answers are too few to learn from"
+            remedy = f"give --hours {math.ceil(needed_s / 36) / 100:g} or more"
+            raise ConfigError(f"--hours {self.config.hours:g}", wrong, remedy)
+        return {"tokens": self.tokens - held}
+
+    def _answer(self, name: str, prompts: Sequence[Ids], number: int, going: Callable[[], bool]) -> None:
+        """Answer prompts into a file of that name, which may hold some answers already; round 0 is greedy."""
+        file, before = self.folder / f"{name}.jsonl", self.tokens
+        answer = answering.answerer(self.llm, self.room, HEAT if number else 0.0, self.answer)
+
+        def answer_and_show(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Sequence[Sequence[int]]:
+            answers = answer(prompts, seeds)
+            self.tokens += sum(map(len, answers))
+            self.show("answering", f"{self.tokens:,} tokens")
+            return answers
+
+        write(
+            file,
+            prompts,
+            {"round": number},
+            self.tokenizer,
+            answer_and_show,
+            self.config.seed + number,
+            BATCH,
+            going=going,
+        )
+        self.tokens = before + answering.tokens_in(file)[0]
+
+    @property
+    def learning_until_s(self) -> float:
+        """Return the seconds after which the rest of the time is the verdict's."""
+        return self.work.allowed_s - min(JUDGING_MOST_S, JUDGING * self.work.allowed_s)
 
     # -- training
 
-    def plan(self) -> TrainingPlan:
-        """Return the plan of the drafter."""
-        folder = self.work.folder / "answers"
-        users = self.config.prompts is not None
-        sources, held = [], []
-        for file in sorted(folder.glob("*.jsonl")):
-            answered, _ = answering.tokens_in(file)
+    def train(self) -> dict[str, Any]:
+        """Train the drafter."""
+        self._llm = None  # its memory is the training's now
+        gc.collect()
+        sources, held, tokens = list[SourceSpec](), list[SourceSpec](), 0
+        for file in sorted(self.folder.glob("*.jsonl")):
+            answered, both = answering.tokens_in(file)
             if file.name.startswith(HELD):
-                name = file.stem.removeprefix(HELD).rpartition("-")[0]
-                held.append(SourceSpec(file=str(file), domain=name, answer_tokens=self.answer))
+                held.append(SourceSpec(file=str(file), domain=file.stem.removeprefix(HELD)))
             elif answered:
-                weight = answered * (2.0 if users and not file.name.startswith(DRAWN) else 1.0)
-                sources.append(SourceSpec(file=str(file), weight=weight, answer_tokens=self.answer))
-        return TrainingPlan(
+                users = self.config.prompts is not None and file.name.startswith(GIVEN)
+                sources.append(SourceSpec(file=str(file), weight=answered * (2.0 if users else 1.0)))
+                tokens += both
+        plan = TrainingPlan(
             kind=KIND,
             target=self.target,
             shape=self.shape,
@@ -252,27 +186,15 @@ class Adaptation:
             cache=self.work.folder / "states",
             seed=self.config.seed,
         )
-
-    def train(self) -> dict[str, Any]:
-        """Train the drafter."""
-        self._llm = None  # its memory is the training's now
-        gc.collect()
-        plan = self.plan()
-        both = sum(answering.tokens_in(Path(source.file))[1] for source in plan.sources)
-        steps = self.work.once("steps", lambda: max(20, round(SPARE * EPOCHS * both / (ROWS * plan.length))))
-
-        def tell(part: str, figures: Mapping[str, float]) -> None:
-            self.show(part, f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}")
-
-        def log(text: str) -> None:
-            if text.startswith("cache"):
-                self.show("learning from the model's states", text)
-
-        def remaining_s() -> float:  # until the last step may begin
-            return self.work.left_s - self.reserve_s - self.checking_s
-
-        checks = max(1, int(CHECKING * remaining_s() / max(self.checking_s, 1e-3)))
-        return train(plan, self.work.folder / "training", steps, checks, remaining_s, tell, log, self.work.once)
+        return train(
+            plan,
+            self.work.folder / "training",
+            max(20, round(EPOCHS * tokens / (ROWS * plan.length))),
+            lambda: self.learning_until_s - self.work.spent_s,
+            lambda figures: self.show("training", f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}"),
+            lambda text: self.show("learning from the model's states", text),
+            self.work.once,
+        )
 
     # -- verdict
 
@@ -330,13 +252,11 @@ def adapt(config: AdaptConfig, say: Say, show: Say, command: str = "adapt") -> v
     with closing(RunFolder(config.folder, facts, config.hours)) as work:
         try:
             run = Adaptation(config, work, show, command)
-            run.survey()
-            tokens = work.once("choice", run.answer_tokens)
+            tokens = work.once("answers", run.answers)["tokens"]
             say(f"{tokens:,} tokens of answers, done in {_time(work.left_s)}")
-            work.once("answers", lambda: run.answers(tokens))
             trained = work.once("training", run.train)
             judgement = verdict.Verdict(**work.once("verdict", lambda: asdict(run.judge(trained["result"]))))
-            leave(config, work.folder, run.mark, trained, judgement)
+            leave(config, work.folder, facts["model"], trained, judgement)
             return judgement
         except StorageError as error:
             raise StorageError(f"--out {config.folder}", error.wrong, FULL) from error

@@ -17,7 +17,6 @@ from .config import KIND, AdaptConfig
 
 LOOK_UPS, NEW, BOTH, PRESENT = "look-ups", "new", "hybrid", "present"
 LOOKUP = "suffix"
-METHODS = 5  # that are compared: these four and plain decoding
 NEVER_SLOWER = 0.97  # times plain decoding: a drafter slower than this on a kind of prompt is not left for use
 LEAST_PAIRS = 3  # of each kind of prompt: fewer have no spread that could be believed
 

@@ -6,6 +6,7 @@ last one. A phase continues from its partial results (answers, a cache, a checkp
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -16,10 +17,10 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..draft import adapted
-from ..train.files import plain, require_same, writing
+from ..train.files import plain, replacing, require_same, writing
 
 STATE, LOCK = "adapt.json", "adapt.lock"
-FORMAT = 6
+FORMAT = 7
 SAVE_S = 2.0  # between two times that the clock is written down
 FULL = "free space there and repeat the command, which continues"
 
@@ -37,38 +38,37 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], hours: float) -> None:
-        self.folder, self.allowed_s = folder, hours * 3600
-        adapted.check_path(f"--out {folder}", folder.absolute())
-        with writing(f"--out {folder}", "name another folder"):
+        self.folder, self.allowed_s, subject = folder, hours * 3600, f"--out {folder}"
+        adapted.check_path(subject, folder.absolute())
+        with writing(subject, "name another folder"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(folder)
-        self._state: dict[str, Any] = {"format": FORMAT, "facts": plain(facts), "spent_s": 0.0, "done": {}}
+            self._lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            self._state |= self._read(facts)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._state = self._read(plain({"format": FORMAT, **facts}))
+        except OSError as error:
+            os.close(self._lock)
+            remedy = "wait for it, end it, or name another folder"
+            raise ConfigError(subject, "another run is under way in it", remedy) from error
         except ConfigError:
             os.close(self._lock)
             raise
         self._began, self._saved = monotonic() - float(self._state["spent_s"]), monotonic()
 
-    def _read(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        file = self.folder / STATE
+    def _read(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a run with these facts: a new one, or the one in the folder."""
+        file, subject = self.folder / STATE, f"--out {self.folder}"
         if not file.is_file():
-            return {}
+            return {"facts": facts, "spent_s": 0.0, "done": {}}
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            stored = record["facts"], record["spent_s"] + 0.0, record["done"].keys()
+            state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            stored = state["facts"], state["spent_s"] + 0.0, state["done"].keys()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             wrong = f"{STATE} in it cannot be read ({error!r})"
-            raise ConfigError(f"--out {self.folder}", wrong, "name another folder, or remove the file") from error
-        subject, remedy = f"--out {self.folder}", "name another folder, or repeat the first command"
-        if record.get("format") != FORMAT:
-            raise ConfigError(subject, "the folder holds a run of another version of Paceline", "name another folder")
-        if stored[0].get("model") != facts.get("model"):
-            raise ConfigError(subject, "it holds a run for another model, or for other weights of this one", remedy)
+            raise ConfigError(subject, wrong, "name another folder, or remove the file") from error
         wrong = "it holds a run of something else: there {name} is {found!r}, here {own!r}"
-        require_same(subject, stored[0], facts, remedy, wrong)
-        values: dict[str, Any] = record
-        return values
+        require_same(subject, stored[0], facts, "name another folder, or repeat the first command", wrong)
+        return state
 
     def close(self) -> None:
         """Write the clock down and let others in."""
@@ -95,43 +95,14 @@ class RunFolder:
 
     # -- phases
 
-    def done(self, phase: str) -> Any:
-        """Return the result of a phase; None: it is not complete."""
-        return self._state["done"].get(phase)
-
     def once(self, phase: str, make: Callable[[], Any]) -> Any:
         """Return the result of a phase: computed now, or stored when it was complete; ready for JSON."""
-        if self.done(phase) is None:
+        if phase not in self._state["done"]:
             self._state["done"][phase] = plain({"": make()})[""]
             self._save()
-        return self.done(phase)
+        return self._state["done"][phase]
 
     def _save(self) -> None:
         self._saved, self._state["spent_s"] = monotonic(), round(self.spent_s, 1)
-        fresh = self.folder / f"{STATE}.{os.getpid()}"
-        with writing(f"--out {self.folder}", FULL):
-            try:
-                fresh.write_text(json.dumps(self._state, indent=1) + "\n", encoding="utf-8")
-                fresh.replace(self.folder / STATE)
-            finally:
-                fresh.unlink(missing_ok=True)
-
-
-def _locked(folder: Path) -> int:
-    """Return a descriptor that keeps others out of the folder while it is open.
-
-    Raises:
-        ConfigError: somebody holds it.
-    """
-    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        import fcntl
-    except ImportError:  # no POSIX: nobody is kept out
-        return handle
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        wrong = "another run is under way in it"
-        raise ConfigError(f"--out {folder}", wrong, "wait for it, end it, or name another folder") from error
-    return handle
+        with writing(f"--out {self.folder}", FULL), replacing(self.folder / STATE) as fresh:
+            fresh.write_text(json.dumps(self._state, indent=1) + "\n", encoding="utf-8")

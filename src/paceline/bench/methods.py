@@ -21,7 +21,7 @@ from ..api.config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.options import named_values, read, suggest, type_name
 from ..draft import registry
-from ..engine.rounds import AUTO, ROUNDS
+from ..engine.rounds import AUTO
 from ..weights import zoo
 from .records import PLAIN, PLAIN_MODES, Method
 
@@ -32,7 +32,6 @@ _SHARED |= {"revision", "offline", "applications"}
 _SHARED |= {"pipeline", "tensor_parallel"}  # their processes serve one engine, and a run's engines share their target
 _SHARED.add("learn")  # measured code stays as it is
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
-_NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
 _FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8'"
 
@@ -52,13 +51,8 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
         raise ConfigError(subject, "bench runs this engine alone", "python studies/peers.py runs them")
     settings = named_values("--method", rest)
     drafter = NONE if drafter == PLAIN else drafter
-    registry.parse(drafter)  # an unknown one is refused here
     round_, dtype = settings.get("round", AUTO), settings.get("dtype", dtype)
-    if round_.partition(",")[0].strip() not in (AUTO, *ROUNDS):
-        raise ConfigError(subject, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
     values = {key: _value(key, value, subject) for key, value in settings.items() if key not in ("round", "dtype")}
-    if drafter == NONE and (useless := sorted(_NEED_DRAFTS & values.keys())):
-        raise ConfigError(subject, f"{useless[0]} has no effect without a drafter", "leave it out")
     first, *options = _COMMA.split(drafter)  # a name has no model
     parts = [PLAIN if drafter == NONE else _kind(first), *options]
     method = Method(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
+from ..train.files import replacing, writing
 from .records import REPORT, Cell, Exactness, Method, Report
 from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower_cells
 
@@ -69,17 +69,10 @@ def write_text(path: Path, text: str, what: str = "report") -> Path:
     Raises:
         ConfigError: it cannot be written; ``what`` is what the message calls it.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with writing(f"{what} {path}", "name a folder that you can write to"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as fresh:
             fresh.write_text(text, encoding="utf-8")
-            os.replace(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
-    except OSError as error:
-        wrong = f"cannot be written ({error.strerror or error})"
-        raise ConfigError(f"{what} {path}", wrong, "name a folder that you can write to") from error
     return path
 
 

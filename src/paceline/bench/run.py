@@ -34,6 +34,7 @@ import torch
 from .. import __version__
 from ..api.llm import LLM
 from ..core.errors import ConfigError
+from ..train.files import writing
 from ..weights.source import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig
@@ -292,12 +293,9 @@ def _check_out(out: Path | None, overwrite: bool) -> None:
         if overwrite:
             raise ConfigError("--overwrite without --out", "there is no folder to look in", "name it: --out DIR")
         return
-    try:
+    with writing(f"--out {out}", "name another folder"):
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--out {out}", f"it cannot be written ({error})", "name a folder that can") from error
+        tempfile.TemporaryFile(dir=out).close()
     if (out / JSON_NAME).exists() and not overwrite:
         raise ConfigError(f"--out {out}", "it holds a report", "name another folder, or give --overwrite")
 

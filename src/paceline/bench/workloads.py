@@ -12,16 +12,12 @@ Names ending in .gz are gzip-compressed. Other keys are kept as they are.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import random
 import tomllib
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
-from importlib.resources.abc import Traversable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +26,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter, Val
 
 from ..core.errors import ConfigError
 from ..core.options import shown, suggest
+from ..train.files import read_records
 
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 PACKAGED = "packaged sample"  # where a workload that comes along is read from
@@ -87,7 +84,8 @@ class Workload:
 
 
 _PROMPTS = TypeAdapter(Prompt)
-_TABLE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
+HERE = Path(__file__).parent
+_TABLE = tomllib.loads((HERE / "workloads.toml").read_text(encoding="utf-8"))
 WORKLOADS = {name: Workload(name=name, **facts) for name, facts in _TABLE.items()}
 
 
@@ -127,7 +125,6 @@ def load(
     """
     name = name_or_path.lower().replace("-", "_") if isinstance(name_or_path, str) else ""
     entry = WORKLOADS.get(name)
-    file: Traversable
     if entry is None:
         file = place = Path(name_or_path).expanduser()
         if not place.is_file():
@@ -146,13 +143,7 @@ def load(
             remedy = f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data"
             raise ConfigError(f"workload {entry.name!r}", f"{where} (licence: {entry.licence})", remedy)
         origin = origin_found
-    try:
-        data = file.read_bytes()
-        # utf-8-sig: a file may begin with a mark
-        text = (gzip.decompress(data) if file.name.endswith(".gz") else data).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"workload file {file}", f"it cannot be read as text ({error})", f"give {FORM}") from error
-    prompts = _parse(text, origin, entry.name)
+    prompts = _parse(file, origin, entry.name)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
     return replace(entry, origin=origin, prompts=tuple(chosen), total=len(prompts))
 
@@ -179,12 +170,12 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
     return [prompt for turn in zip_longest(*decks) for prompt in turn if prompt is not None][:limit]
 
 
-def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str | None]:
+def _file(entry: Workload, folder: str | Path | None) -> tuple[Path, str | None]:
     """Return the source of a named workload, and its name in a report; None: its file is missing."""
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
     files = [Path(folder) / f"{entry.file}{packed}" for packed in ("", ".gz")] if folder is not None else []
-    sample = resources.files(__package__) / "data" / f"{entry.name}.jsonl"
+    sample = HERE / "data" / f"{entry.name}.jsonl"
     user_file = next(((path, str(path)) for path in files if path.is_file()), None)
     return user_file or (sample, PACKAGED if entry.packaged else None)
 
@@ -192,21 +183,12 @@ def _file(entry: Workload, folder: str | Path | None) -> tuple[Traversable, str 
 # -- records
 
 
-def _parse(text: str, origin: str, name: str) -> list[Prompt]:
+def _parse(file: Path, origin: str, name: str) -> list[Prompt]:
     """Return the records of a file; ``name`` makes the ids and the category of records that have none."""
-    by_id: dict[str, tuple[int, Prompt]] = {}  # by id: line, prompt
+    by_id: dict[str, tuple[str, Prompt]] = {}  # by id: place, prompt
     by_text: dict[str, str] = {}  # text of a prompt without an id of its own -> the id it was given
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold U+2028
-        if not line.strip():
-            continue
-        where = f"{origin}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(where, f"it is not JSON ({error})", f"give {FORM}") from error
-        if not isinstance(record, dict):
-            raise ConfigError(where, f"it is a {type(record).__name__}, not an object", f"give {FORM}")
-        prompt = _prompt(record, where, default_id=f"{name}-{number}", default_category=name)
+    for where, record in read_records(file, origin, f"give {FORM}"):
+        prompt = _prompt(record, where, default_id=f"{name}-{where.rpartition(' ')[2]}", default_category=name)
         bare = "prompt" in record and "id" not in record
         twin = by_text.setdefault(prompt.turns[0], prompt.id) if bare else prompt.id
         if twin != prompt.id:  # another reference for a prompt that is there already
@@ -214,8 +196,8 @@ def _parse(text: str, origin: str, name: str) -> list[Prompt]:
             by_id[twin] = (first, replace(other, reference=tuple(dict.fromkeys(other.reference + prompt.reference))))
             continue
         if prompt.id in by_id:
-            raise ConfigError(where, f"id {prompt.id!r} is that of line {by_id[prompt.id][0]} too", "make ids unique")
-        by_id[prompt.id] = (number, prompt)
+            raise ConfigError(where, f"id {prompt.id!r} is that of {by_id[prompt.id][0]}, too", "make ids unique")
+        by_id[prompt.id] = (where, prompt)
     if not by_id:
         raise ConfigError(f"workload {origin}", "it holds no record", f"give {FORM}")
     return [prompt for _, prompt in by_id.values()]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.markdown import Markdown
-from rich.table import Table
 
 from ..api.assembly.memory import kv_layout
 from ..api.config import LLMConfig
 from ..api.llm import LLM
 from ..bench import machine, methods
 from ..bench.config import BenchConfig, StepConfig
-from ..bench.passes import measure_steps
+from ..bench.passes import PassSize, time_passes
 from ..bench.report import FILES, figures_page, figures_table
 from ..bench.run import Run
 from ..bench.summary import Summary
 from ..bench.workloads import available
 from ..core.errors import ConfigError
+from ..kv.pool import KVPool
 from . import INTERRUPTED
 from .console import ProgressLine, stderr, stdout
 from .help import Group
@@ -29,7 +30,7 @@ from .options import DEFAULT_MODEL, DEFAULTS, takes
 
 app = typer.Typer(add_completion=False, cls=Group)
 QUICK = {"prompts": 8, "repeats": 2, "max_new_tokens": 48, "time_limit_s": 110.0}  # where the user does not choose
-OPTIONS: Any = {"defaults": DEFAULTS}
+STEP_HEAD = ("context", "rows", "step ms", "10-90 %", "of 1 row", "weights GB/s", "share")
 
 
 @app.callback(invoke_without_command=True)
@@ -113,7 +114,7 @@ def workloads(
     llm=LLMConfig,
     only={"rows", "context", "repeats", "model", "dtype", "kv_cache_dtype", "device", "exact", "kernels", "threads"}
     | {"tensor_parallel"},
-    **OPTIONS,
+    defaults=DEFAULTS,
 )
 def step(
     *,
@@ -127,30 +128,23 @@ def step(
     if max(passes.context) + max(passes.rows) > most:
         subject = f"context {max(passes.context)} with {max(passes.rows)} rows"
         raise ConfigError(subject, f"the model has {most} positions", "choose smaller ones")
-    bandwidth = machine.read_bandwidth(device)
+    decoder, bandwidth = loaded.decoder, machine.read_bandwidth(device)
+    layout = kv_layout(loaded.config, decoder.local, decoder.dtype)
+    sizes: list[PassSize] = [(1, context, rows, None) for context in passes.context for rows in passes.rows]
     with ProgressLine() as line:
-        progress = line.counting("timing passes", passes.repeats + 1)
-        layout = kv_layout(loaded.config, loaded.decoder.local, loaded.decoder.dtype)
-        costs = measure_steps(loaded.decoder, passes, bandwidth, progress, layout)
-    computed, mode, console = str(loaded.decoder.dtype), ", exact" if loaded.decoder.exact else "", stdout()
+        times = time_passes(decoder, sizes, passes.repeats, line.counting("timing passes", passes.repeats + 1), layout)
+    computed, mode, console = str(decoder.dtype), ", exact" if decoder.exact else "", stdout()
     mode += f", {ranks} ranks, of which one is counted" if (ranks := llm["tensor_parallel"]) > 1 else ""
     cache_note = "" if llm["kv_cache_dtype"] == "auto" else f", K/V in {llm['kv_cache_dtype']}"
     console.print(f"{label}, {computed.removeprefix('torch.')}{cache_note}, kernels: {loaded.kernels}{mode}")
     console.print(machine.line(device))
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
-    console.print(_step_table(costs))
-
-
-def _step_table(costs: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with one line a row count and context."""
-    one = {c["context"]: c["step_ms"] for c in costs if c["rows"] == 1}
-    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share"
-    line = (
-        "{context} | {rows} | {step_ms:.2f} | {low_ms:.2f}-{high_ms:.2f} | {of_one} | {weights_gb_per_s:.1f} | "
-        "{share_of_bandwidth:.0%}"
-    )
-    rows = []
-    for c in costs:
-        ratio = f"{c['step_ms'] / one[c['context']]:.2f}" if c["context"] in one else ""
-        rows.append(line.format(**c, of_one=ratio).split(" | "))
-    return figures_table(head.split(" | "), rows, words=0)
+    table = figures_table(STEP_HEAD, (), words=0)
+    shape, dtype = layout or (decoder.cache_shape, decoder.dtype)
+    for (_, context, rows, _), ms in times.items():
+        low, middle, high = map(float, np.quantile(ms, [0.1, 0.5, 0.9]))
+        of_one = f"{middle / median(times[1, context, 1, None]):.2f}" if 1 in passes.rows else ""
+        read = decoder.pass_bytes + (context + rows) * KVPool.bytes_per_token(*shape, dtype)
+        speeds = (f"{decoder.pass_bytes / middle / 1e6:.1f}", f"{1000 * read / middle / bandwidth:.0%}")
+        table.add_row(str(context), str(rows), f"{middle:.2f}", f"{low:.2f}-{high:.2f}", of_one, *speeds)
+    console.print(table)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -32,14 +30,11 @@ MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its 
 TAU_DEPTH = 4  # of a --tau that names no depth: the k of SPIRe
 DEAR = 1.05  # a verification that costs more plain passes than this is reported
 HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
-STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
+Stored = Literal["float32", "bfloat16", "float16", "int8", "fp8", "int4"]
 
 
 @app.command()
-@takes(
-    question=PlanRequest,
-    without={"target", "machine", "draft", "weight_bytes", "kv_bytes", "acceptance"},
-)
+@takes(question=PlanRequest, only={"batch", "context"})
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
     machine: Annotated[str, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.machines())}.")],
@@ -51,16 +46,10 @@ def plan(
         ),
     ] = None,
     weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help=f"How weights are stored: {STORED}. Default: a GGUF file's own types, else bfloat16.",
-        ),
+        Stored | None,
+        typer.Option(help="How weights are stored.", show_default="a GGUF file's own types, else bfloat16"),
     ] = None,
-    kv: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. Default: bfloat16."),
-    ] = None,
+    kv: Annotated[Stored, typer.Option(help="How keys and values are stored.")] = "bfloat16",
     tau: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +58,6 @@ def plan(
             "Repeat it.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     question: dict[str, Any],
 ) -> None:
@@ -91,18 +79,12 @@ def plan(
         target=shape,
         machine=machines.machine(machine),
         draft=None if drafting is None else resolve(drafting),
-        weight_bytes=None if weights is None else _bytes("--weights", weights),
-        kv_bytes=_bytes("--kv", kv or "bfloat16"),
+        weight_bytes=None if weights is None else BYTES[weights],
+        kv_bytes=BYTES[kv],
         acceptance=given_acceptance(tau or ()),
         **question,
     )
-    ranked = rank(request)
-    if as_json:
-        more = [{"reason": reason(request, row), "devices_needed": devices_needed(request, row)} for row in ranked]
-        rows = [{**asdict(row), **facts} for row, facts in zip(ranked, more, strict=True)]
-        typer.echo(json.dumps({**asdict(request), "draft": asdict(request.drafting), "ranked": rows}))
-        return
-    show(request, ranked)
+    show(request, rank(request))
     entry = models.named(target)
     if runs := target if entry is None else entry.hub:
         note(f"what it is worth here: paceline bench --model {shlex.quote(runs)} --batch {request.batch}")
@@ -121,17 +103,15 @@ def show(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> None:
         figures = (f"{row.tau:.2f}", f"{row.multiplier:.2f}", f"{row.tokens_per_s:,.0f}")
         table.add_row(row.drafter, *form, *figures, reason(q, row))
     console.print(table)
-    needed, have = devices_needed(q, best), q.machine.memory
-    room = "fits" if needed == 1 else f"does not fit: {needed} devices would hold it; figures are as if it did"
+    have = q.machine.memory
+    needed = math.ceil(best.holds / have)
+    room = "fits" if needed <= 1 else f"does not fit: {needed} devices would hold it; figures are as if it did"
     console.print(f"{best.drafter} holds {best.holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}", markup=False)
-    acceptances = [(row.drafter, row.acceptance) for row in ranked if row.acceptance is not None]
-    for pair, title in (
-        (True, "acceptance of this very pair (a token's chance; --tau DRAFTER=T changes it):"),
-        (False, "assumed of acceptance, since nobody measured this pair (--tau DRAFTER=T changes it):"),
-    ):
-        lines = [f"  {name:<12} {has.accept:.2f}  {has.source}" for name, has in acceptances if has.own == pair]
-        if lines:
-            console.print("\n".join([title, *lines]), markup=False)
+    console.print("acceptance (a token's chance; --tau DRAFTER=T changes it):")
+    for row in ranked:
+        if (has := row.acceptance) is not None:
+            origin = "" if has.own else "assumed, since nobody measured this pair: "
+            console.print(f"  {row.drafter:<12} {has.accept:.2f}  {origin}{has.source}", markup=False)
     note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
 
 
@@ -146,18 +126,13 @@ def reason(q: PlanRequest, row: RankedDrafter) -> str:
         return f"{bound(1)}-bound"
     drafts = "drafts are rows of the same pass" if row.drafter in RIDING else "drafts cost nothing"
     if DRAFTERS[row.drafter]:
-        keys = q.keys(row.drafter) or q.context
+        keys = row.keys or q.context
         kind = f"sparse draft of {keys:,} keys" if keys < q.context else "dense draft"
         drafts = f"{kind}, a pass takes {took.draft / row.depth / took.plain:.0%} of the target's"
     words = f"{bound(1)}-bound: {drafts}"
     if (verify := took.verify / took.plain) > DEAR:
         words += f"; verifying {row.rows} rows takes {verify:.2g} passes, {bound(row.rows)}-bound"
     return words
-
-
-def devices_needed(q: PlanRequest, row: RankedDrafter) -> int:
-    """Return the fewest devices whose memory holds target and draft."""
-    return max(1, math.ceil(row.holds / q.machine.memory))
 
 
 def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
@@ -191,7 +166,7 @@ def resolve(text: str) -> ModelSizes:
     if (shape := models.named(text)) is not None:
         return shape
     if (folder := zoo.find(text)) is not None:
-        return replace(models.read_shape(folder), source=f"the zoo's {text}")
+        return models.read_shape(folder)
     path = Path(text)
     path = local(text) or path if path.is_dir() else path  # a folder may hold one GGUF file
     if path.exists():
@@ -199,16 +174,3 @@ def resolve(text: str) -> ModelSizes:
     embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
     remedy = suggest(text, [*models.names(), *embedded], "model")
     raise ConfigError(f"model {shown(text)}", "there is no such model, folder or config.json", remedy)
-
-
-def _bytes(flag: str, text: str) -> float:
-    """Return the bytes of a number of that type."""
-    if text in BYTES:
-        return BYTES[text]
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} {text}", "it is not a type or a number of bytes", f"use {STORED}") from error
-    if not 0 < value <= 8:
-        raise ConfigError(f"{flag} {text}", "a number takes more than 0 bytes, and 8 at most", f"use {STORED}")
-    return value

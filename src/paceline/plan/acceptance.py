@@ -16,7 +16,6 @@ import numpy as np
 from ..core.errors import ConfigError
 from ..core.tables import read_table
 
-CONTEXT = 512  # of which SPIRe takes its tau for all multipliers
 SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
 STEPS = 60  # of a bisection: beyond a float's precision
 
@@ -61,21 +60,17 @@ def accept_of(tau: float, depth: int) -> float:
     return high
 
 
-def assumed(
-    target: str, draft: str | None = None, context: float = CONTEXT, window: int | None = None
-) -> dict[str, Acceptance]:
+def assumed(target: str, draft: str | None, context: float) -> dict[str, Acceptance]:
     """Return the acceptance of every drafter for a target of that name: the target's own where the pair was measured.
 
     Args:
         draft: the draft model's name.
         context: tokens that a sequence has; between measured ones tau lies on a line.
-        window: keys of a sparse draft; None: as it was measured. Of another window nobody measured anything.
     """
     table = read_table("plan/acceptance.toml")
     acceptances = {name: _read(entry, context, measured=False) for name, entry in table["drafter"].items()}
     for pair in table["pair"]:
-        same = pair["target"] == target and pair.get("draft", draft) == draft
-        if same and window in (None, pair.get("window", window)):
+        if pair["target"] == target and pair.get("draft", draft) == draft:
             acceptances[pair["drafter"]] = _read(pair, context, measured=True)
     return acceptances
 

@@ -18,8 +18,6 @@ class Machine:
     flops: float  # dense arithmetic at 16 bits, FLOP/s
     bandwidth: float  # of the device's memory, bytes/s
     memory: float  # bytes
-    cores: int = 0  # of the processor, where that computes; 0: another kind of device
-    device: str = ""  # cuda or cpu: this engine's name for it; empty: it does not run there
     about: str = ""  # full name
     source: str = ""  # where the figures are published
 

@@ -34,7 +34,6 @@ class ModelSizes:
     gated: bool = True  # an MLP of three matrices, else of two
     window: int | None = None  # keys that a sliding layer sees
     sliding_layers: int = 0
-    source: str = ""
     hub: str = ""  # its name on the hub, where it has one
 
     @property
@@ -90,9 +89,7 @@ def named(name: str) -> ModelSizes | None:
     for key, values in read_table(TABLE).items():
         if name in (key, *values.get("aliases", ())):
             sizes = {field: value for field, value in values.items() if field not in ("aliases", "source")}
-            hub, source = values.get("hub"), values.get("source")
-            origin = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
-            return ModelSizes(**sizes, name=key, source=origin)
+            return ModelSizes(**sizes, name=key)
     return None
 
 
@@ -105,10 +102,9 @@ def read_shape(path: Path) -> ModelSizes:
     if is_gguf(path):
         matrices = [tensor for tensor in read_gguf(path).tensors.values() if len(tensor.shape) > 1]
         stored = sum(tensor.nbytes for tensor in matrices) / sum(prod(tensor.shape) for tensor in matrices)
-        return replace(shape_of(read_gguf_config(path), path.stem), source=str(path), weight_bytes=stored)
+        return replace(shape_of(read_gguf_config(path), path.stem), weight_bytes=stored)
     file, name = (path / "config.json", path.name) if path.is_dir() else (path, str(path))
-    config = decoder_config(read_json(file, "name a Hugging Face config.json"))
-    return replace(shape_of(config, name), source=str(file))
+    return shape_of(decoder_config(read_json(file, "name a Hugging Face config.json")), name)
 
 
 def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:

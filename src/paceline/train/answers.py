@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -63,29 +63,31 @@ def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[l
 
 def write(
     path: Path,
-    source: SourceSpec,
-    encoder: Encoder,
-    config: AnswerConfig,
+    prompts: Sequence[Sequence[int]],
+    facts: Mapping[str, Any],
+    tokenizer: Any,
     answer: Answer,
-    target: str,
+    seed: int = 0,
     batch: int = 512,
     say: Callable[[str], None] = lambda text: None,
+    going: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Answer a source's prompts into a JSONL file, and return how many it holds; those that it holds already are kept.
+    """Answer prompts into a JSONL file, and return how many it holds; those that it holds already are kept.
     Whole lines are written batch by batch, so that it can be gone on with after any stop.
 
     Args:
-        answer: the target. A prompt's seed depends on the run's seed and its place in the file alone.
-        target: fingerprint of who answers.
+        prompts: token ids of each.
+        facts: what made the file; see `making`.
+        answer: the target. A prompt's seed depends on the run's ``seed`` and its place in the file alone.
         batch: prompts handed over together: many more than are answered at a time, since the last ones wait for the
             longest answer.
         say: called from time to time with the progress.
+        going: whether to answer another batch.
 
     Raises:
         ConfigError: another target or other settings made the file, or it cannot be written.
     """
-    prompts = choose(source, encoder, config)
-    facts, beside = making(source, config, target), sidecar(path)
+    beside = sidecar(path)
     if not path.is_file() or not path.stat().st_size:
         with writing(f"answers {path}", "name another --out"):
             beside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -97,21 +99,22 @@ def write(
             raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
         wrong = "their {name} is {found!r}, this command's {own!r}"
         require_same(f"answers {path}", {name: stored.get(name) for name in facts}, facts, _REPEAT, wrong)
-    done = count_answers(path, prompts)
+    done = _count_answers(path, prompts)
     began, tokens_written = perf_counter(), 0
-    for start in range(done, len(prompts), batch):
-        part = prompts[start : start + batch]
-        marks = (f"{config.seed} {start + i}".encode() for i in range(len(part)))  # no two prompts share their noise
+    while done < len(prompts) and going():
+        part = prompts[done : done + batch]
+        marks = (f"{seed} {done + i}".encode() for i in range(len(part)))  # no two prompts share their noise
         seeds = [int.from_bytes(hashlib.sha256(one).digest()[:6], "little") for one in marks]
         answers = answer(part, seeds)
-        lines = [answer_line(encoder, ids, answer_ids) for ids, answer_ids in zip(part, answers, strict=True)]
+        lines = [answer_line(tokenizer, ids, answer_ids) for ids, answer_ids in zip(part, answers, strict=True)]
         with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
             handle.write("".join(lines))
         tokens_written += sum(map(len, answers))
-        if (start + len(part)) * 10 // len(prompts) > start * 10 // len(prompts):  # a tenth more
+        before, done = done, done + len(part)
+        if done * 10 // len(prompts) > before * 10 // len(prompts):  # a tenth more
             speed = tokens_written / (perf_counter() - began)
-            say(f"{start + len(part):,} of {len(prompts):,} answers in {path}, {speed:,.0f} tokens/s")
-    return max(done, len(prompts))
+            say(f"{done:,} of {len(prompts):,} answers in {path}, {speed:,.0f} tokens/s")
+    return done
 
 
 def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, Any]:
@@ -125,18 +128,18 @@ def sidecar(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def answer_line(encoder: Encoder, ids: Sequence[int], answer: Sequence[int]) -> str:
+def answer_line(tokenizer: Any, ids: Sequence[int], answer: Sequence[int]) -> str:
     """Return the line of one ``answer`` to the prompt ``ids``."""
     record = {
-        "prompt": encoder.tokenizer.decode(list(ids)),
-        "completion": encoder.tokenizer.decode(list(answer), skip_special_tokens=True),
+        "prompt": tokenizer.decode(list(ids)),
+        "completion": tokenizer.decode(list(answer), skip_special_tokens=True),
         "prompt_tokens": list(ids),
         "completion_tokens": list(answer),
     }
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
+def _count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
     """Return answers that are there, each to its prompt; half a line at the end (a killed process) is dropped.
 
     Raises:

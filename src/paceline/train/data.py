@@ -7,9 +7,7 @@ an `Example`; examples of several sources are drawn by weight and packed into ro
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import math
 import sys
 import sysconfig
@@ -26,6 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from .files import read_lines, read_records
 
 SEPARATOR = "<|endoftext|>"
 STDLIB = "python-stdlib"  # the source of the running interpreter's standard library, as a corpus of its own
@@ -87,52 +86,29 @@ def read_documents(path: Path) -> Iterator[dict[str, Any]]:
                 with suppress(OSError, UnicodeDecodeError):
                     yield {"text": module.read_text(encoding="utf-8")}
         return
-    name = path.name.removesuffix(".gz")
+    name, what = path.name.removesuffix(".gz"), f"data {path}"
     if name.endswith((".jsonl", ".json")):
-        yield from _json_records(path)
+        yield from (_fields(record, place) for place, record in read_records(path, what, f"give {FORMS}"))
     elif name.endswith(".txt"):
-        yield from ({"text": text} for text in _split(_lines(path)))
+        yield from ({"text": text} for text in _split(read_lines(path, what, "get the file again")))
     else:
-        raise ConfigError(f"data {path}", "neither .jsonl nor .txt (.gz may follow)", f"give {FORMS}")
+        raise ConfigError(what, "neither .jsonl nor .txt (.gz may follow)", f"give {FORMS}")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    opener: Callable[..., Any] = gzip.open if path.name.endswith(".gz") else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            yield from lines
-    except FileNotFoundError as error:
-        raise ConfigError(f"data {path}", "there is no such file", "check --data") from error
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise ConfigError(f"data {path}", f"it cannot be read ({error})", "get the file again") from error
-
-
-def _json_records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"data {path}, line {number}", f"not JSON ({error})", f"give {FORMS}") from error
-        yield _fields(record, path, number)
-
-
-def _fields(record: Any, path: Path, number: int) -> dict[str, Any]:
-    if isinstance(record, dict):
-        if record.keys() == {"prompt_tokens", "completion_tokens"}:
-            record = {"prompt": "", "completion": "", **record}
-        if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
-            ids = {k: record[k] for k in ("prompt_tokens", "completion_tokens") if k in record}
-            if not all(isinstance(v, list) and all(isinstance(i, int) for i in v) for v in ids.values()):
-                raise ConfigError(f"data {path}, line {number}", "its token ids are not lists of numbers", "correct it")
-            return {"prompt": record["prompt"], "completion": record["completion"], **ids}
-        turns, reference = record.get("turns"), record.get("reference")
-        if isinstance(turns, list) and turns and isinstance(reference, list) and reference:
-            return {"prompt": str(turns[0]), "completion": str(reference[0])}
-        if isinstance(record.get("text"), str):
-            return {"text": record["text"]}
-    raise ConfigError(f"data {path}, line {number}", "it has neither prompt and completion nor text", f"give {FORMS}")
+def _fields(record: dict[str, Any], place: str) -> dict[str, Any]:
+    if record.keys() == {"prompt_tokens", "completion_tokens"}:
+        record = {"prompt": "", "completion": "", **record}
+    if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+        ids: dict[str, Any] = {k: record[k] for k in ("prompt_tokens", "completion_tokens") if k in record}
+        if not all(isinstance(v, list) and all(isinstance(i, int) for i in v) for v in ids.values()):
+            raise ConfigError(place, "its token ids are not lists of numbers", "correct it")
+        return {"prompt": record["prompt"], "completion": record["completion"], **ids}
+    turns, reference = record.get("turns"), record.get("reference")
+    if isinstance(turns, list) and turns and isinstance(reference, list) and reference:
+        return {"prompt": str(turns[0]), "completion": str(reference[0])}
+    if isinstance(record.get("text"), str):
+        return {"text": record["text"]}
+    raise ConfigError(place, "it has neither prompt and completion nor text", f"give {FORMS}")
 
 
 def _split(lines: Iterator[str]) -> Iterator[str]:

@@ -1,15 +1,53 @@
-"""Files of runs: writing them with errors that give a remedy, and refusing those of another run."""
+"""Files of runs: reading and writing them with errors that give a remedy, and refusing those of another run."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterator, Mapping
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError, StorageError
 
 OTHER_RUN = "it is of another run: its {name} is {found!r}, this run's {own!r}"
+
+
+def read_lines(path: Path, what: str, remedy: str) -> Iterator[str]:
+    """Yield the lines of a text file, which is compressed if its name ends in .gz; they end at newlines alone.
+
+    Raises:
+        ConfigError: it cannot be read as text.
+    """
+    opener: Callable[..., Any] = gzip.open if path.name.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:  # a file may begin with a mark
+            yield from lines
+    except FileNotFoundError as error:
+        raise ConfigError(what, "there is no such file", "check the path") from error
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise ConfigError(what, f"it cannot be read as text ({error})", remedy) from error
+
+
+def read_records(path: Path, what: str, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of JSON lines, each with its place for messages; blank lines are left out.
+
+    Raises:
+        ConfigError: as of `read_lines`; a line that is not a JSON object.
+    """
+    for number, line in enumerate(read_lines(path, what, remedy), 1):
+        if line.strip():
+            place = f"{what}, line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(place, f"it is not JSON ({error})", remedy) from error
+            if not isinstance(record, dict):
+                raise ConfigError(place, f"it is a {type(record).__name__}, not an object", remedy)
+            yield place, record
 
 
 @contextmanager
@@ -20,6 +58,17 @@ def writing(what: str, remedy: str, *more: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise StorageError(what, f"it cannot be written ({error})", remedy) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path to write to; the file takes the place of ``path`` once it is whole, else nothing is left of it."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield fresh
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def require_same(

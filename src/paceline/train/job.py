@@ -1,4 +1,4 @@
-"""From a recipe file or a command line to a run: data, tokenizer, target, trainer, result."""
+"""From a recipe to a run: data, tokenizer, target, trainer, result."""
 
 from __future__ import annotations
 
@@ -48,11 +48,6 @@ class TrainingJob(RecipeFile):
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
     hot: Tensor | None = None  # [H] int64, in the same way: the only tokens that are to be drafted; None: all
 
-    @classmethod
-    def of(cls, recipe: RecipeFile, **places: Any) -> TrainingJob:
-        """Return a recipe file's run."""
-        return cls(**vars(recipe), **places)
-
     @property
     def tokenizer_folder(self) -> Path:
         """Return the folder whose tokenizer reads the data: the target's, or where there is none that of ``init``."""
@@ -73,7 +68,7 @@ def prepare(
     entry = kind(job.kind)
     options = fill(entry.Options, dict(job.options), job.where)
     if not job.sources:
-        raise ConfigError(f"recipe {job.kind!r}", "there is no data", "give --data FILE")
+        raise ConfigError(f"recipe {job.kind!r}", "there is no data", "add a [[data.source]]")
     if job.cache and not entry.cached:
         wrong = "it learns from no likeliest tokens, which are what a cache holds"
         raise ConfigError(f"recipe {job.kind!r}", wrong, "leave --cache out")
@@ -93,17 +88,12 @@ def prepare(
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
         init=job.init,
-        occurrences=partial(occurrences, job.sources, examples, len(tokenizer)),
         batches=lambda: _mixture(job, examples).batches(job.phases[0].rows, job.phases[0].length),
     )
-    share = getattr(options, "hot_head", 0.0)
-    if share and context.occurrences is not None:
-        job.hot = context.hot = most_frequent(context.occurrences(), max(1, round(share * len(tokenizer))))
-    data = [
-        {"file": Path(s.file).name, "sha256": mark(s.file), "weight": s.weight, "max_tokens": s.max_tokens}
-        | ({} if s.answer_tokens is None else {"answer_tokens": s.answer_tokens})
-        for s in job.sources
-    ]
+    if share := getattr(options, "hot_head", 0.0):
+        shares = occurrences(job.sources, examples, len(tokenizer))
+        job.hot = context.hot = most_frequent(shares, max(1, round(share * len(tokenizer))))
+    data = [{**asdict(s), "file": Path(s.file).name, "sha256": mark(s.file)} for s in job.sources]
     facts: dict[str, Any] = {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight}
     facts["target"] = None if job.target is None else fingerprint(job.target)
     if job.cache is not None:

@@ -2,8 +2,8 @@
 
 Unknown keys are refused.
 
-A recipe names its data by file names. A manifest next to it gives for each file its hash, its public source, its
-licence and how it is made from that source; the folder that holds the files is named by whoever trains.
+A recipe names its data by file names; whoever trains names the folder that holds the files. Where a manifest lies next
+to the recipe, it gives for each file its hash, its public source, its licence and how it is made from that source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(kw_only=True)
 class RecipeFile:
-    """Describe what is trained, on which data, how: what a recipe file states, and flags on the command line."""
+    """Describe what is trained, on which data, how: what a recipe file states."""
 
     kind: str  # target, draft_model, streams, ...
     options: Mapping[str, Any] = field(default_factory=dict)  # of the kind
@@ -117,12 +117,16 @@ def _refusal(error: ValidationError, where: Path) -> ConfigError:
 
 
 def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
-    """Return the recipe with its files found in ``folder`` and checked against the manifest.
+    """Return the recipe with its files found in ``folder``, and checked against a manifest that lies next to it.
 
     Raises:
         ConfigError: a file that is missing, or is not the one that the manifest names.
     """
-    manifest = read_manifest(recipe.where.parent / MANIFEST)
+    path = recipe.where.parent / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"manifest {path}", f"it cannot be read ({error})", "restore it") from error
 
     def located(sources: Sequence[SourceSpec]) -> list[SourceSpec]:
         return [replace(s, file=_check(s.file, folder, manifest), domain=s.name) for s in sources]
@@ -130,27 +134,16 @@ def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
     return replace(recipe, sources=located(recipe.sources), held_out=located(recipe.held_out))
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """file name -> its hash, source, licence and how it is obtained."""
-    try:
-        files: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["files"]
-        return files
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"manifest {path}", f"it cannot be read ({error})", "restore it") from error
-
-
-def _check(name: str, folder: Path, manifest: Mapping[str, Any]) -> str:
-    if name == STDLIB:
-        return name
+def _check(name: str, folder: Path, manifest: Mapping[str, Any] | None) -> str:
+    path = folder / name
+    if name == STDLIB or manifest is None:
+        return name if name == STDLIB else str(path)
     entry = manifest.get(name)
     if entry is None:
         raise ConfigError(f"data file {name}", "the manifest does not name it", "add it to the manifest")
-    path = folder / name
+    remedy = f"obtain it: {entry['source']}; {entry['obtain']}"
     if not path.is_file():
-        raise ConfigError(
-            f"data file {name}", f"it is not in {folder}", f"obtain it: {entry['source']}; {entry['obtain']}"
-        )
+        raise ConfigError(f"data file {name}", f"it is not in {folder}", remedy)
     if entry["sha256"] is not None and sha256(path) != entry["sha256"]:  # derived files differ by machine
-        remedy = f"obtain it again: {entry['source']}; {entry['obtain']}"
         raise ConfigError(f"data file {path}", "its hash is not the manifest's", remedy)
     return str(path)

@@ -1,8 +1,8 @@
 """Recipe kinds by name: what can be trained, with which options.
 
 A kind is an entry of `KINDS` and a module of `recipes` or of the paper that it trains for. The module holds the kind's
-options (a frozen dataclass with help texts), which a recipe file's ``[options]`` or flags on the command line fill, and
-``build(options, context)``, which makes the `Recipe`.
+options, a frozen dataclass that the table ``[options]`` of a recipe file fills, and ``build(options, context)``, which
+makes the `Recipe`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class BuildContext:
     prompt_weight: float = 0.0  # of prompt tokens in the loss
     init: Path | None = None  # folder whose weights the run starts from
     features: Features | None = None  # of the target, from a cache; None: it is run on each batch
-    occurrences: Callable[[], Tensor] | None = None  # [V] float64 share of each token in the run's data
     batches: Callable[[], Iterable[TokenBatch]] | None = None  # the run's data, from the beginning
     hot: Tensor | None = None  # [H] int64, ascending: the only tokens that are to be drafted; None: all
 
@@ -56,7 +55,6 @@ class BuildContext:
 class RecipeKind:
     """One kind of training; modules are named, not imported, and load when they are requested."""
 
-    about: str  # in the help of its command
     options: str  # ``module:class``
     cached: bool = False  # it learns from the target's likeliest tokens, which a cache may hold
     states: bool = False  # it reads the target's last states, which a cache then holds, too: `Features.states`
@@ -78,46 +76,14 @@ class RecipeKind:
 
 
 KINDS = {
-    "draft_model": RecipeKind(
-        "A small draft model, distilled from a target.",
-        "paceline.train.recipes.distillation:DraftModelOptions",
-        cached=True,
-    ),
-    "streams": RecipeKind(
-        "Speculative streams over a frozen target, or adapters for an application.",
-        "paceline.papers.streaming.recipe:StreamsOptions",
-    ),
-    "medusa": RecipeKind(
-        "Heads on the target's last state, one for each token ahead (Medusa).",
-        "paceline.train.recipes.medusa:HeadOptions",
-        cached=True,
-        states=True,
-    ),
-    "exits": RecipeKind(
-        "Early exits of a target at several depths, for the mirror round.",
-        "paceline.papers.mirror.exits_recipe:ExitOptions",
-    ),
-    "lyanna": RecipeKind(
-        "A drafter of states, with token-info at its logits (Lyanna).",
-        "paceline.papers.lyanna.recipe:LyannaOptions",
-        cached=True,
-        states=True,
-    ),
-    "eagle": RecipeKind(
-        "A drafter of states that reads the tokens it drafts (EAGLE).",
-        "paceline.train.recipes.eagle:LayerOptions",
-        cached=True,
-        states=True,
-    ),
-    "spire": RecipeKind(
-        "A draft of the target's last layers, with feedback memory (SPIRe).",
-        "paceline.papers.spire.recipe:SpireOptions",
-    ),
-    "tracks": RecipeKind(
-        "A draft model of tracks, which processes share at two joins a pass (Mirror-SD, 3.3).",
-        "paceline.papers.mirror.tracks_training:TracksOptions",
-        cached=True,
-    ),
+    "draft_model": RecipeKind("paceline.train.recipes.distillation:DraftModelOptions", cached=True),
+    "streams": RecipeKind("paceline.papers.streaming.recipe:StreamsOptions"),
+    "medusa": RecipeKind("paceline.train.recipes.medusa:HeadOptions", cached=True, states=True),
+    "exits": RecipeKind("paceline.papers.mirror.exits_recipe:ExitOptions"),
+    "lyanna": RecipeKind("paceline.papers.lyanna.recipe:LyannaOptions", cached=True, states=True),
+    "eagle": RecipeKind("paceline.train.recipes.eagle:LayerOptions", cached=True, states=True),
+    "spire": RecipeKind("paceline.papers.spire.recipe:SpireOptions"),
+    "tracks": RecipeKind("paceline.papers.mirror.tracks_training:TracksOptions", cached=True),
 }
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,7 +26,7 @@ from ..core.errors import ConfigError
 from ..core.options import check, option
 from ..model.linear import can_pack
 from .data import Mixture, TokenBatch
-from .files import require_same, writing
+from .files import replacing, require_same, writing
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 BETA2 = 0.95  # AdamW's second-moment decay
@@ -55,8 +52,8 @@ class TrainConfig:
     learning_rate: float = option(5e-4, help="the highest learning rate, above 0 and below 1", above=0, below=1)
     warmup: int = option(50, help="steps until the highest learning rate", minimum=0)
     schedule: Literal["cosine", "linear", "constant"] = option("cosine", help="how the learning rate falls")
-    final_ratio: float = field(default=0.1, metadata={"cli": False})  # last learning rate, over the highest
-    weight_decay: float = field(default=0.1, metadata={"cli": False})  # AdamW's, of matrices alone
+    final_ratio: float = 0.1  # last learning rate, over the highest
+    weight_decay: float = 0.1  # AdamW's, of matrices alone
     precision: Literal["auto", "bf16", "fp32"] = option(
         "auto", help="number format of products; auto: bf16 where the processor multiplies it, else fp32"
     )
@@ -151,14 +148,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, BETA2))
         self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
         self.seconds = 0.0  # of this part
-        self._stop, self._told = threading.Event(), False
+        self.interrupted = self._stopped = False  # by a signal; by a watcher
 
     # -- the run
 
     def stop(self) -> None:
         """End the run after the step that is under way, with a checkpoint; for watchers."""
-        self._told = True
-        self._stop.set()
+        self._stopped = True
 
     def run(self) -> None:
         """Train to the end, until a watcher stops it, or until SIGINT; a checkpoint is left in any case.
@@ -167,13 +163,14 @@ class Trainer:
             ConfigError: ``out`` cannot be written, or has no room for a checkpoint; the loss is not finite.
         """
         began = time.perf_counter()
-        self._check_out()
+        if not (self.out / CHECKPOINT).is_file():
+            self.save()  # a folder that cannot be written to is an error now, and not after the first steps
         batches = (batch for step, batch in plan(self.mixture, self.phases, self.config.steps) if step >= self.step)
         with self._interruptible():
             done = self.finished
             while not done:
                 self._report(self._one(next(batches)))
-                done = self._stop.is_set() or self.finished
+                done = self._stopped or self.interrupted or self.finished
                 if self.step % SAVE_EVERY == 0 and not done:
                     self.save()
         self.save()
@@ -244,28 +241,10 @@ class Trainer:
             "parameters": {n: p.detach().cpu() for n, p in self.trained.items()},
             "optimizer": self.optimizer.state_dict(),
         }
-        self.out.mkdir(parents=True, exist_ok=True)
-        scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
         with writing(f"checkpoint in {self.out}", REMEDY, RuntimeError):  # torch's word for a full disk
-            try:
-                torch.save(state, scratch)
-                scratch.replace(self.out / CHECKPOINT)
-            finally:
-                scratch.unlink(missing_ok=True)
-
-    def _check_out(self) -> None:
-        """Check that a checkpoint can be written: now, and not after the first hundred steps."""
-        try:
             self.out.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.out).free
-            with tempfile.TemporaryFile(dir=self.out):
-                pass
-        except OSError as error:
-            raise ConfigError(f"--out {self.out}", f"it cannot be written to ({error})", "name another") from error
-        needed = 3 * sum(p.numel() * p.element_size() for p in self.trained.values())  # AdamW holds two more of each
-        if free < needed:
-            wrong = f"a checkpoint takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
-            raise ConfigError(f"--out {self.out}", wrong, "free space there, or name another")
+            with replacing(self.out / CHECKPOINT) as fresh:
+                torch.save(state, fresh)
 
     def resume(self) -> bool:
         """Continue from the checkpoint in ``out``, in this run's precision: weights and moments are float32 in each.
@@ -278,7 +257,6 @@ class Trainer:
         """
         path = self.out / CHECKPOINT
         if not path.is_file():
-            self._trim_log()  # of a run that ended before its first checkpoint
             return False
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -292,18 +270,14 @@ class Trainer:
             parameter.data.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["step"], state["tokens"]
-        self._trim_log()
-        return True
-
-    def _trim_log(self) -> None:
-        """Drop the log's lines after the checkpoint: their steps are repeated."""
         log = self.out / LOG
-        if log.is_file():
+        if log.is_file():  # lines after the checkpoint leave it: their steps are repeated
             lines = []
             for line in log.read_text("utf-8").splitlines():
                 with suppress(ValueError, KeyError, TypeError):  # half a line, of a killed process
                     lines += [f"{line}\n"] if json.loads(line)["step"] <= self.step else []
             log.write_text("".join(lines), encoding="utf-8")
+        return True
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -315,8 +289,7 @@ class Trainer:
         def stop(number: int, frame: Any) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
-            self._told = False
-            self._stop.set()
+            self.interrupted = True
 
         old = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -329,11 +302,6 @@ class Trainer:
     def finished(self) -> bool:
         """Return whether all steps are done."""
         return self.step >= self.config.steps
-
-    @property
-    def interrupted(self) -> bool:
-        """Return whether a signal ended the run."""
-        return self._stop.is_set() and not self._told
 
 
 def precision_of(precision: str, device: torch.device) -> str:

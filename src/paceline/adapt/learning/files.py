@@ -12,9 +12,10 @@ learner.log         the learner's log
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from ...train.files import replacing
 
 REQUESTS, TASK, SEEN, LOG = "requests", "learner.json", "learner-seen.json", "learner.log"
 OFFER, REFUSED, DRAFTERS = "offer.json", "refused.json", "drafters"
@@ -22,14 +23,9 @@ OFFER, REFUSED, DRAFTERS = "offer.json", "refused.json", "drafters"
 
 def write(file: Path, values: Any) -> None:
     """Write JSON for the user alone, whole or not at all."""
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
-    handle = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            opened.write(json.dumps(values) + "\n")
-        fresh.replace(file)
-    finally:
-        fresh.unlink(missing_ok=True)
+    with replacing(file) as fresh:
+        fresh.touch(mode=0o600)
+        fresh.write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 def read(file: Path, default: Any = None) -> Any:
