@@ -246,8 +246,6 @@ class TestCommands:
             (["generate", "--prompt", "x", "--pipeline", "2", "--round", "mirror"], "pipeline round"),
             (["generate", "--prompt", "x", "--cluster", "nowhere"], "address is not an address"),
             (["genrate"], "mean 'generate'"),
-            (["demo", "--prompts", "0"], "--prompts 0"),
-            (["demo", "--model", "paceline-small", "--prompts", "21"], "--prompts 21"),
             (["generate", "--prompt", "x", "--model", "paceline-smal"], "Did you mean 'paceline-small'? Downl"),
             (["generate", "--prompt", "x", "--drafter", "eagle:paceline-small-eagl"], "mean 'paceline-small-eagle'?"),
             (["adapt", "paceline-small", "--model", "other"], "paceline-small and --model other: two models are named"),

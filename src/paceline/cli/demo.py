@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import time
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from rich.text import Text
 from ..api.config import LLMConfig
 from ..api.llm import LLM
 from ..bench.measure import ask
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError
 from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..engine.tokens import chat_ids
@@ -68,12 +67,12 @@ class Comparison:
         "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
         "dtype": "bfloat16 next to 4 bits",
     },
-    without={"applications"},
+    only={"model", "drafter", "dtype", "device", "kernels", "threads", "revision", "offline"},
 )
 def demo(
     prompts: Annotated[
         int | None,
-        typer.Option(help="Prompts to compare, of those that come with Paceline.", show_default="for two minutes"),
+        typer.Option(min=1, max=20, help="Prompts to compare.", show_default="as many as two minutes allow"),
     ] = None,
     color: Color = True,
     *,
@@ -117,10 +116,6 @@ def _load(model: str, count: int | None) -> list[DemoPrompt]:
     """Return the first prompts that suit the model: a chat model's, or those of the embedded model's five domains."""
     name = "demo_prompts" if model == DEFAULT_MODEL else "chat_prompts"
     lines = resources.files(__package__).joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    if count is not None and not 1 <= count <= len(lines):
-        raise ConfigError(
-            f"--prompts {count}", f"{len(lines)} prompts come with Paceline for this model", f"give 1 to {len(lines)}"
-        )
     return [json.loads(line) for line in lines[:count]]
 
 
@@ -129,23 +124,21 @@ def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
 
     def pair(dtype: str) -> list[LLM]:
         plain = open_llm({**llm, "dtype": dtype, "drafter": "none"})
-        here = plain.config.pipeline is None and plain.config.tensor_parallel == 1
-        return [plain, open_llm({**llm, "dtype": dtype, **({"share": plain} if here else {})})]
+        return [plain, open_llm({**llm, "dtype": dtype, "share": plain})]
 
     if llm["dtype"] != "auto":
         return {llm["dtype"]: pair(llm["dtype"])}
     sides = {"bf16": pair("bfloat16")}
-    file = sides["bf16"][0].folder
-    stored = read_config(file).checkpoint_dtype == "stored"  # in blocks
-    label = f"{bits[1]} bits" if stored and (bits := re.search(r"q(\d)", file.name.lower())) else "4 bits"
+    plain, label, form = sides["bf16"][0], "4 bits", "q4_0"
+    if read_config(plain.folder).checkpoint_dtype == "stored":  # in blocks
+        label, form = "stored", "auto"
+        note("bf16 here are the file's weights widened to 16 bits: the time of bf16, no better answers")
     try:
-        if sides["bf16"][0].kernels == "torch":
+        if plain.kernels == "torch":
             raise CapabilityError(label, "they need compiled kernels, and torch's are in use", "install a C++ compiler")
-        sides[label] = pair("auto" if stored else "q4_0")
+        sides[label] = pair(form)
     except CapabilityError as error:
-        note(f"{label} are left out: {error.wrong}; {error.remedy}")
-    if stored:
-        note(f"bf16 here are the file's weights ({label}) widened to 16 bits: the time of bf16, no better answers")
+        note(f"{label} weights are left out: {error.wrong}; {error.remedy}")
     return sides
 
 
