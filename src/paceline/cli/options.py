@@ -34,7 +34,6 @@ from ..core.params import SamplingParams
 DEFAULT_MODEL = "paceline-small"
 DEFAULTS = {"model": DEFAULT_MODEL, "drafter": AUTO_DRAFTER}  # of the commands that answer
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 PANELS = {  # of the help: fields by panel; those in none stand among the command's own options
     "Sampling": " ".join(spec.name for spec in fields(SamplingParams)),
     "Speculation": "round verifier budget applications learn",

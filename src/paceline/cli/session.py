@@ -20,6 +20,9 @@ from ..model.applications import BASE
 from ..weights import generation
 from .console import Painter, waiting
 
+Application = Annotated[
+    str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
+]
 Color = Annotated[bool, typer.Option(help="Colour drafted and accepted tokens; NO_COLOR=1 turns it off, too.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Add counts, times and what speculation did to the figures.")]
 
