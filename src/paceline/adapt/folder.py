@@ -35,8 +35,8 @@ def leave(
         trained: what training gave.
         verdict: what it is worth.
     """
-    weights = folder / adapted.WEIGHTS
-    name = Path(config.model).name
+    weights, name = folder / adapted.WEIGHTS, Path(config.model).name
+    figures = "\n".join(f"- {line}" for line in verdict.lines())
     with writing(f"--out {folder}", FULL):
         fresh = folder / f"{adapted.WEIGHTS}.part"
         shutil.rmtree(fresh, ignore_errors=True)
@@ -45,8 +45,20 @@ def leave(
         card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
         card |= {"parameters": sum(one.numel for one in headers), "target": name, "read_by": KIND}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        origin = "Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses."
-        text = f"# A drafter for {name}\n\n{origin}\n\n{page(trained, verdict)}"
+        text = f"""# A drafter for {name}
+
+Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses.
+
+**{verdict.words[:1].upper()}{verdict.words[1:]}.**
+
+Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to given prompts
+and to prompts that it drew itself. Of a draft on held-out prompts {trained["accepted"]:.2f} tokens are accepted.
+
+Over plain decoding, on prompts that were put aside, with 95% intervals; ids equal in {verdict.equal} of
+{verdict.sequences} sequences:
+
+{figures}
+"""
         (fresh / "README.md").write_text(text, encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
@@ -54,31 +66,3 @@ def leave(
         settings = {"drafter": drafter, "target": name, "fingerprint": mark, "dtype": config.dtype}
         adapted.write(folder, {**settings, "kind": KIND, "verdict": verdict.words})
     adapted.remember(folder, mark)
-
-
-def page(trained: Mapping[str, Any], verdict: Verdict) -> str:
-    """Return the card for a reader: verdict, data, tokens, checks, figures."""
-    checks = "\n".join(f"| {tokens:,.0f} | {value:.2f} |" for tokens, value in trained["checks"])
-    figures = "\n".join(
-        f"| {method} | {value:.2f} [{low:.2f}, {high:.2f}] | {verdict.tokens_per_pass.get(method, 1.0):.2f} | "
-        + ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in verdict.by_kind.get(method, {}).items())
-        + " |"
-        for method, (value, low, high) in verdict.times_plain.items()
-    )
-    measured = f"""On prompts that were put aside, over plain decoding, 95% intervals; ids equal in {verdict.equal} of
-{verdict.sequences} sequences:
-
-| method | over plain | tokens a pass | by kind of prompt |
-|:--|--:|--:|:--|
-{figures}
-"""
-    return f"""**{verdict.words[:1].upper()}{verdict.words[1:]}.**
-
-Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to
-given prompts and to prompts that it drew itself. Held-out prompts:
-
-| tokens learned from | accepted of a draft |
-|--:|--:|
-{checks}
-
-{measured if figures else ""}"""

@@ -155,10 +155,8 @@ def train(
 
     steps = once("steps", possible)
     job, trainer = run("run", steps, steps, evaluate_every=max(1, steps // CHECKS))
-    result, tokens, checks = finish(job, trainer), 0.0, []
-    for line in (job.out / LOG).read_text(encoding="utf-8").splitlines():
-        tokens = (figures := json.loads(line)).get("tokens", tokens)
-        if (value := accepted_of(figures)) is not None:
-            checks.append((tokens, value))
-    facts = {"tokens": trainer.tokens, "steps": trainer.step, "checks": checks}
+    result = finish(job, trainer)
+    lines = (job.out / LOG).read_text(encoding="utf-8").splitlines()
+    checks = [value for line in lines if (value := accepted_of(json.loads(line))) is not None]
+    facts = {"tokens": trainer.tokens, "steps": trainer.step, "accepted": checks[-1] if checks else 0.0}
     return {"result": str(result.relative_to(out.parent)), **facts}

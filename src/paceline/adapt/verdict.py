@@ -28,11 +28,17 @@ class Verdict:
     chosen: str  # `LOOK_UPS`, `NEW`, `BOTH`, `PRESENT` or `PLAIN`
     words: str
     times_plain: dict[str, list[float]]  # by method: value, low, high
-    by_kind: dict[str, dict[str, float]]  # by method and workload
     tokens_per_pass: dict[str, float]
     sequences: int  # whose ids were compared
     equal: int  # of them: equal, or explained by a near tie
     trials: int
+
+    def lines(self) -> list[str]:
+        """Return the figures of each method in words."""
+        return [
+            f"{name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {self.tokens_per_pass[name]:.2f} tokens a pass"
+            for name, (value, low, high) in self.times_plain.items()
+        ]
 
 
 def drafters(config: AdaptConfig, folder: str) -> dict[str, str]:
@@ -61,8 +67,7 @@ def decide(report: Report) -> Verdict:
         chosen=chosen,
         words=_words(chosen, speedups, kinds),
         times_plain={name: [ratio.value, ratio.low, ratio.high] for name, ratio in speedups.items()},
-        by_kind=kinds,
-        tokens_per_pass={name: value for name, value in passes.items() if value is not None},
+        tokens_per_pass={name: value or 1.0 for name, value in passes.items()},
         sequences=sum(e.sequences for e in exact),
         equal=sum(e.sequences - len(e.failures) for e in exact),
         trials=len(report.trials),

@@ -45,9 +45,7 @@ def command(
         line.close()
     console = stdout()
     console.print(f"{verdict.words}.", markup=False)
-    for name, (value, low, high) in verdict.times_plain.items():
-        passes = verdict.tokens_per_pass.get(name, 1.0)
-        text = f"  {name}: {value:.2f} times plain [{low:.2f}, {high:.2f}], {passes:.2f} tokens a pass"
-        console.print(text, markup=False)
+    for text in verdict.lines():
+        console.print(f"  {text}", markup=False)
     console.print(f"{settings.folder}/report/report.md", markup=False)
     console.print(f"paceline generate --model {model} --drafter {settings.folder} --prompt ..", markup=False)

@@ -44,8 +44,8 @@ app = typer.Typer(
     help="""Train a drafter, speculative streams or adapters, as a recipe file states.
 
     Examples:
-        paceline train zoo/recipes/streams-sql.toml --target paceline-small --data folder --out set
-        paceline train eagle.toml --target smollm2-135m --data . --cache states --out head
+        paceline train eagle.toml --target smollm2-135m --data . --out head
+        paceline train spire.toml --target paceline-small --data . --out spire
         paceline train answers --target smollm2-135m --data a --out a.jsonl
     """,
     subcommand_metavar="RECIPE.toml|answers [ARGS]...",
