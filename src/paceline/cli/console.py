@@ -19,7 +19,6 @@ from rich.text import Text
 from ..core.errors import ConfigError
 
 STYLES = {"drafted": "green", "target": ""}  # by a token's origin; "": the terminal's own colour
-MEANINGS = {"drafted": "drafted and accepted", "target": "the target's own"}
 LINE_EVERY_S = 20.0  # between two lines of progress where no terminal shows one that changes
 PIPE_WIDTH = 160  # columns of a table that no terminal limits: rich would take 80 and cut the figures
 
@@ -55,8 +54,7 @@ def coloured(console: Console) -> bool:
 
 def legend() -> Text:
     """Return one line that explains the colours."""
-    words = [Text(f"■ {MEANINGS[origin]}", style=style) for origin, style in STYLES.items()]
-    return Text("   ").join(words)
+    return Text.assemble(("■ drafted and accepted", STYLES["drafted"]), "   ■ the target's own")
 
 
 class Painter:

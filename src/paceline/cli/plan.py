@@ -143,17 +143,14 @@ def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
     """
     acceptances = {}
     for name, text in named_values("--tau", taus).items():
-        subject, (tau, at, depth) = f"--tau {name}={text}", text.partition("@")
+        subject, (tau, _, depth) = f"--tau {name}={text}", text.partition("@")
         if name not in DRAFTERS:
             raise ConfigError(subject, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
         try:
-            tokens, levels = float(tau), int(depth) if at else TAU_DEPTH
-        except ValueError:
-            tokens, levels = 0.0, 0
-        if levels < 1:
+            acceptances[name] = Acceptance(accept=accept_of(float(tau), int(depth or TAU_DEPTH)), source=subject)
+        except ValueError as error:
             remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-            raise ConfigError(subject, "it is not a number of tokens a round", remedy)
-        acceptances[name] = Acceptance(accept=accept_of(tokens, levels), source=subject)
+            raise ConfigError(subject, "it is not a number of tokens a round", remedy) from error
     return acceptances
 
 

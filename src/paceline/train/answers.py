@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,7 +100,10 @@ def write(
             raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
         wrong = "their {name} is {found!r}, this command's {own!r}"
         require_same(f"answers {path}", {name: stored.get(name) for name in facts}, facts, _REPEAT, wrong)
-    done = _count_answers(path, prompts)
+    data = path.read_bytes() if path.is_file() else b""
+    if rest := len(data) - data.rfind(b"\n") - 1:  # half a line, of a killed process
+        os.truncate(path, len(data) - rest)
+    done = data.count(b"\n")
     began, tokens_written = perf_counter(), 0
     while done < len(prompts) and going():
         part = prompts[done : done + batch]
@@ -137,28 +141,3 @@ def answer_line(tokenizer: Any, ids: Sequence[int], answer: Sequence[int]) -> st
         "completion_tokens": list(answer),
     }
     return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-def _count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
-    """Return answers that are there, each to its prompt; half a line at the end (a killed process) is dropped.
-
-    Raises:
-        ConfigError: a line that answers another prompt, or is not an answer.
-    """
-    if not path.is_file():
-        return 0
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    count = 0
-    for count, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1], 1):
-        try:
-            ids = json.loads(line)["prompt_tokens"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {count}", "it is not an answer", "name another --out") from error
-        if count <= len(prompts) and ids != list(prompts[count - 1]):
-            wrong = f"its line {count} answers another prompt"
-            raise ConfigError(f"answers {path}", wrong, _REPEAT)
-    if len(whole) < len(data):
-        with path.open("r+b") as handle:
-            handle.truncate(len(whole))
-    return count
