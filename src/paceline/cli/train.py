@@ -108,7 +108,7 @@ def recipe(
 @takes(config=answering.AnswerConfig)
 def answers(
     target: Target,
-    data: Annotated[list[str], typer.Option(metavar="FILE", help="Prompts to answer; repeat it for several.")],
+    data: Annotated[Path, typer.Option(metavar="FILE", help="Prompts to answer.")],
     out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where answers go; existing ones are kept.")],
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
     *,
@@ -130,13 +130,11 @@ def answers(
         out.parent.mkdir(parents=True, exist_ok=True)
     llm = LLM(target, max_sequences=batch, max_model_len=settings.piece + 8)
     answer, mark = answerer(llm, settings.piece, settings.temperature), fingerprint(folder)
-    for name in data:
-        part = out if len(data) == 1 else out.with_name(f"{out.stem}.{Path(name).name.split('.')[0]}{out.suffix}")
-        try:
-            prompts = answering.choose(source := SourceSpec(file=name), encoder, settings)
-            facts = answering.making(source, settings, mark)
-            count = answering.write(part, prompts, facts, tokenizer, answer, settings.seed, batch * 8, note)
-        except KeyboardInterrupt as stop:
-            note(f"stopped; the answers in {part} are kept, continue: {this_command()}")
-            raise typer.Exit(INTERRUPTED) from stop
-        note(f"{count:,} answers in {part}")
+    prompts = answering.choose(source := SourceSpec(file=str(data)), encoder, settings)
+    facts = answering.making(source, settings, mark)
+    try:
+        count = answering.write(out, prompts, facts, tokenizer, answer, settings.seed, batch * 8, note)
+    except KeyboardInterrupt as stop:
+        note(f"stopped; the answers in {out} are kept, continue: {this_command()}")
+        raise typer.Exit(INTERRUPTED) from stop
+    note(f"{count:,} answers in {out}")

@@ -61,7 +61,6 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
     }
     sizes = torch.get_num_threads(), config.max_sequences
     learning = Learning(Path(config.learn).absolute(), engine, part, build, task, *sizes)
-    learning.attend()
     log.warning(
         "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
         learning.folder,

@@ -90,6 +90,7 @@ class Learning:
         self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        engine.on_leave, engine.between = self.ended, self.between
 
     def _private(self) -> None:
         try:
@@ -104,17 +105,12 @@ class Learning:
         except OSError as error:
             raise ConfigError(f"learn={self.folder}", f"it cannot be used ({error})", "name another folder") from error
 
-    def attend(self) -> None:
-        """Learn from the engine's requests from now on; not from those of applications, whose answers are others."""
-        self.engine.on_leave, self.engine.between = self.ended, self.between
-
     # -- in the engine's thread
 
     def ended(self, live: LiveRequest) -> None:
         """Store a request that has ended, and count how it was drafted for."""
         states = [self._collector.take(sequence.key) for sequence in live.sequences][0]
-        sequence = live.sequences[0]
-        stats = sequence.stats
+        sequence, stats = live.sequences[0], live.sequences[0].stats
         if stats.passes and stats.drafted:
             lengths = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
             lengths.append(1 + stats.accepted / stats.passes)
@@ -133,8 +129,10 @@ class Learning:
             number, fresh = self._ready
             self._ready = None
             self._take(number, fresh)
-        elif self._good is not None and self._fell():
-            self._give_back()
+        elif self._good is not None:
+            old, new = self._accepted.get(self.before, ()), self._accepted.get(self.number, ())
+            if len(new) == WINDOW and len(old) >= WINDOW // 2 and fmean(new) < WORSE * fmean(old):
+                self._give_back()
 
     def _take(self, number: int, fresh: StateDrafter) -> None:
         """Replace the part by another drafter; running sequences are drafted for from their next states on."""
@@ -144,10 +142,6 @@ class Learning:
         _become(self.part, vars(fresh) | {"on_states": self._collector.observe})
         self.engine.budget.reset_source(self.part.spec.name, self.last_check["is"])
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
-
-    def _fell(self) -> bool:
-        old, new = self._accepted.get(self.before, ()), self._accepted.get(self.number, ())
-        return len(new) == WINDOW and len(old) >= WINDOW // 2 and fmean(new) < WORSE * fmean(old)
 
     def _give_back(self) -> None:
         """Restore the previous drafter, which is learned on from."""
