@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,37 +121,3 @@ class TestMeasure:
         good = runner.run(self.group(), 1)
         assert good.error is None and good.tokens
         runner.llm.engine.pool.check_integrity()
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"prompts": 0}, "prompts=0"),
-            ({"batches": (1, 1)}, "batches=.* repeated"),
-            ({"temperatures": (-1.0,)}, "temperatures must be 0 or more"),
-            ({"workloads": ("books", "books")}, "is repeated"),
-        ],
-    )
-    def test_settings_that_cannot_be(self, changes: dict[str, Any], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            config(**changes)
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"workloads": ("boks",)}, "books"),
-            ({"batches": (4,)}, "batch 4 of wikisql"),
-            ({"methods": tuple(parse_methods(["plain", "suffix;verifier=rejection"]))}, "rejection"),
-        ],
-    )
-    def test_mistakes_are_found_before_the_first_trial(self, changes: dict[str, Any], message: str) -> None:
-        seen: list[str] = []
-        with pytest.raises(ConfigError, match=message):
-            Run(config(**changes), progress=seen.append).execute()
-        assert not any("trials" in text for text in seen)
-
-    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        with pytest.raises(ConfigError, match="cannot be written"):
-            Run(config(), out=tmp_path / "file").execute()

@@ -57,8 +57,8 @@ def test_streams_are_no_deeper_than_their_set_and_their_rows_have_a_price() -> N
     for asked in (question(batch=1, context=512), embedded()):
         assert max(made.depth for made in plan.rank(asked) if made.drafter == "streams") <= 4
     assert form(question(), "streams").rows == 15
-    few = {made.drafter: made for made in plan.rank(embedded(batch=1, context=128))}
-    assert few["streams"].round.verify > 1.2 * few["ngram"].round.verify
+    few = embedded(batch=1, context=128)
+    assert form(few, "streams").round.verify > 1.2 * form(few, "ngram").round.verify
 
 
 def test_what_the_user_says_of_acceptance_counts() -> None:

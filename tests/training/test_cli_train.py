@@ -37,9 +37,9 @@ def write_recipe(folder: Path, kind: str = "draft_model", options: dict[str, Any
     def lines(values: dict[str, Any]) -> str:
         return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
 
-    tables = {"options": options, "train": STEPS | train, "[phase]": {"rows": 4, "length": 64}}
-    tables["[data.source]"] = {"file": "boxes.jsonl"}
-    text = f'recipe = "{kind}"\n' + "".join(f"[{name}]\n{lines(values)}" for name, values in tables.items())
+    tables = [("options", options), ("train", STEPS | train), ("[phase]", {"until": 0.5, "rows": 2, "length": 48})]
+    tables += [("[phase]", {"rows": 4, "length": 64}), ("[data.source]", {"file": "boxes.jsonl"})]
+    text = f'recipe = "{kind}"\n' + "".join(f"[{name}]\n{lines(values)}" for name, values in tables)
     path = folder / "recipe.toml"
     path.write_text(text, encoding="utf-8")
     return path
@@ -80,7 +80,7 @@ def wait_for(condition: Callable[[], bool], work: subprocess.Popen[str], seconds
 
 
 def test_a_run_goes_on_where_it_stopped(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
-    """Stopped twice; then the same losses and weights as without, and a draft that loads."""
+    """Stopped twice, with a change of phase between: losses and weights as without, and a draft that loads."""
     args = [write_recipe(tmp_path), "--target", target, "--data", data.parent]
     assert run(*args, "--out", tmp_path / "whole").exit_code == 0
     first = stopped(3, lambda: run(*args, "--out", tmp_path / "parts"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kits.eager_losses import eager_cross_entropy, eager_distilled
 from kits.tiny import VOCAB
-from toolkit import examples, largest_file, losses, network, run_until, trainer
+from toolkit import examples, largest_file, network, run_until, trainer
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
@@ -100,29 +100,6 @@ def test_of_hot_tokens_a_draft_learns_these_alone(options: dict[str, Any]) -> No
     each = o.distill * taught + (1 - o.distill) * text
     wanted = (each * weights).sum() / weights.sum()
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-3 if o.distill else 1e-6)
-
-
-@pytest.mark.parametrize("stops", [(3,), (1, 4, 5)], ids=str)
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(stops: tuple[int, ...], tmp_path: Path) -> None:
-    """With a change of phase after step 3: losses, weights and optimizer state ``==``."""
-    whole = trainer(tmp_path / "whole", draft())
-    whole.run()
-    for stop in stops:
-        part = trainer(tmp_path / "parts", draft())
-        part.resume()
-        run_until(part, stop)
-        assert not part.finished
-    last = trainer(tmp_path / "parts", draft())
-    assert last.resume()
-    last.run()
-    assert (last.finished, last.tokens) == (True, whole.tokens)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert len(losses(tmp_path / "whole")) == 6
-    for name, value in whole.trained.items():
-        assert torch.equal(value, last.trained[name]), name
-    states = [run.optimizer.state_dict()["state"] for run in (whole, last)]
-    for index, entry in states[0].items():
-        assert all(torch.equal(value, states[1][index][name]) for name, value in entry.items())
 
 
 @pytest.mark.parametrize("signalled", [True, False])
