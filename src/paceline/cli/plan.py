@@ -147,10 +147,11 @@ def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
         if name not in DRAFTERS:
             raise ConfigError(subject, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
         try:
-            acceptances[name] = Acceptance(accept=accept_of(float(tau), int(depth or TAU_DEPTH)), source=subject)
+            tokens, levels = float(tau), int(depth or TAU_DEPTH)
         except ValueError as error:
             remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
             raise ConfigError(subject, "it is not a number of tokens a round", remedy) from error
+        acceptances[name] = Acceptance(accept=accept_of(tokens, levels), source=subject)
     return acceptances
 
 
