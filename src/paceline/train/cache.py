@@ -208,15 +208,11 @@ class TopCache:
         return columns
 
 
-def _place(folder: Path, key: Mapping[str, Any]) -> Path:
-    """Return a source's part of a cache, named by its key."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    return folder / f"{str(key['source']).split('.')[0]}-{digest}"
-
-
 def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:
     """Return a source's part of a cache, made where it is not there. Marks of scored documents must be right."""
-    text, place = json.dumps(key, sort_keys=True), _place(folder, key)
+    text = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    place = folder / f"{str(key['source']).split('.')[0]}-{digest}"
     if not (place / MADE).is_file():
         with writing(f"--cache {folder}", "name another folder, or train without --cache"):
             place.mkdir(parents=True, exist_ok=True)
