@@ -89,3 +89,12 @@ def test_mistakes_end_in_one_line_before_anything_runs(run: Any, args: list[str]
     assert result.exit_code == 2
     assert result.stdout == "" and result.stderr.startswith("error: ") and message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_steps_are_timed_by_rows_and_context(run: Any) -> None:
+    sizes = ("--rows", "1,3", "--context", "16,40", "--repeats", "2", "--threads", "1")
+    result = run("step", "--model", "paceline-small-draft", *sizes)
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()[-4:]]
+    assert [row[:2] for row in rows] == [["16", "1"], ["16", "3"], ["40", "1"], ["40", "3"]]
+    assert all(len(row) == 7 and row[6].endswith("%") for row in rows) and rows[0][4] == rows[2][4] == "1.00"
