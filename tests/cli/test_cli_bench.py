@@ -79,7 +79,6 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
         (["--temperature", "-1"], "temperatures must be 0 or more"),
         (["--workload", "boks"], "books"),
         (["--workload", "wikisql", "--prompts", "2", "--batch", "4"], "batch 4 of wikisql"),
-        (["--method", "suffix;verifier=rejection"], "rejection"),
         (["--overwrite"], "--out DIR"),
         (["--out", "/dev/null"], "/dev/null"),
     ],
