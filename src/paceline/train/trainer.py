@@ -51,13 +51,11 @@ class TrainConfig:
     steps: int = option(1000, help="optimizer steps", minimum=1)
     learning_rate: float = option(5e-4, help="the highest learning rate, above 0 and below 1", above=0, below=1)
     warmup: int = option(50, help="steps until the highest learning rate", minimum=0)
-    schedule: Literal["cosine", "linear", "constant"] = option("cosine", help="how the learning rate falls")
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # how the learning rate falls
     final_ratio: float = 0.1  # last learning rate, over the highest
     weight_decay: float = 0.1  # AdamW's, of matrices alone
-    precision: Literal["auto", "bf16", "fp32"] = option(
-        "auto", help="number format of products; auto: bf16 where the processor multiplies it, else fp32"
-    )
-    seed: int = option(0, help="seed of data order, start values and draws")
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # of products; auto: bf16 where the processor multiplies it
+    seed: int = 0  # of data order, start values and draws
     evaluate_every: int = option(200, help="steps between two evaluations on held-out data; 0: none", minimum=0)
 
     def __post_init__(self) -> None:

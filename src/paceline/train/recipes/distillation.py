@@ -30,11 +30,11 @@ DEPTH = 4  # of the chain whose accepted length is simulated
 class ModelShape:
     """A Llama-family network."""
 
-    layers: int = option(12, help="decoder layers")
-    d_model: int = option(384, help="width of the residual stream")
-    d_ff: int = option(1024, help="width of the gated MLP")
-    heads: int = option(6, help="query heads")
-    kv_heads: int = option(6, help="key and value heads")
+    layers: int = 12
+    d_model: int = 384  # width of the residual stream
+    d_ff: int = 1024  # width of the gated MLP
+    heads: int = 6  # of queries
+    kv_heads: int = 6  # of keys and values
 
     def config(
         self, vocab: int, context: int, bos: int, eos: int, pad: int | None = None, tied: bool = True
@@ -86,11 +86,9 @@ class DistilledOptions(ModelShape):
 class DraftModelOptions(DistilledOptions):
     """A small Llama-family model, or some layers of the target."""
 
-    start: Literal["random", "target"] = option(
-        "random",
-        help="what it begins as, without --init: target: so many of the target's layers, evenly spaced, with its "
-        "embedding, norm and head; widths and heads are the target's then",
-    )
+    # What it begins as, without --init: target: so many of the target's layers, evenly spaced, with its embedding, norm
+    # and head; widths and heads are the target's then.
+    start: Literal["random", "target"] = "random"
 
 
 class DraftModelRecipe:

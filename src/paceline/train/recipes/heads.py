@@ -68,9 +68,7 @@ class HeadOptions:
 class LayerOptions(HeadOptions):
     """Describe how a drafter with a layer learns."""
 
-    start: Literal["random", "target"] = option(
-        "random", help="what the layer begins as, without --init: target: the target's last, its map fitted"
-    )
+    start: Literal["random", "target"] = "random"  # of the layer, without --init: target: its last, its map fitted
 
 
 def begin(model: Any, options: LayerOptions, context: BuildContext) -> None:
