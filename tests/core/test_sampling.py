@@ -337,7 +337,7 @@ class TestNoise:
         row = make(vocab=100_000).noise([3])[0].double()
         assert row.isfinite().all()
         assert sps.kstest(row.numpy(), sps.gumbel_r.cdf).pvalue > 1e-3
-        column = torch.stack([make(vocab=1).noise([p])[0, 0] for p in range(20_000)]).double()
+        column = torch.stack([make(vocab=1).noise([p])[0, 0] for p in range(5_000)]).double()
         assert sps.kstest(column.numpy(), sps.gumbel_r.cdf).pvalue > 1e-3
 
     def test_the_winning_tail_is_right(self):
@@ -379,8 +379,8 @@ class TestNoise:
         """Winners over 64 tokens on a 2-D grid of (this, next): chi-square against independence."""
         sampler = make(vocab=8)
         for wins in (
-            sampler.noise(list(range(20_000))).argmax(-1),
-            torch.stack([make(vocab=8, seed=s).noise([5]).argmax() for s in range(5_000)]),
+            sampler.noise(list(range(5_000))).argmax(-1),
+            torch.stack([make(vocab=8, seed=s).noise([5]).argmax() for s in range(3_000)]),
         ):
             table = torch.bincount(wins[:-1] * 8 + wins[1:], minlength=64).double()
             assert sps.chisquare(table.numpy()).pvalue > 1e-3
@@ -389,11 +389,11 @@ class TestNoise:
         "rules", [{}, {"temperature": 0.6}, {"top_k": 4, "temperature": 1.5}, {"top_p": 0.7}], ids=str
     )
     def test_choices_follow_the_distribution(self, rules):
-        """Chi-square over 20,000 choices; the same test sees 2% of the mass moved between two tokens."""
+        """Chi-square over 5,000 choices; the same test sees 4% of the mass moved between two tokens."""
         sampler = make(rules, vocab=9)
         logits = random_logits(1, 9) / 3
         p = sampler.probs(logits)[0]
-        trials = 20_000
+        trials = 5_000
         chosen = sampler.choose(logits.expand(trials, -1), None, list(range(trials)))
         counts = torch.bincount(chosen, minlength=9).double()
         kept = p > 0
@@ -401,13 +401,13 @@ class TestNoise:
         wanted = p[kept] * trials
         assert sps.chisquare(counts[kept].numpy(), wanted.numpy()).pvalue > 1e-3
         first, last = wanted.argmax(), wanted.argmin()
-        wanted[first], wanted[last] = wanted[first] - 0.02 * trials, wanted[last] + 0.02 * trials
+        wanted[first], wanted[last] = wanted[first] - 0.04 * trials, wanted[last] + 0.04 * trials
         assert sps.chisquare(counts[kept].numpy(), wanted.numpy()).pvalue < 1e-3
 
     def test_draws_follow_q_and_ignore_the_target(self):
         sampler = make(vocab=6)
         q = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0], dtype=torch.float64)
-        trials = 20_000
+        trials = 5_000
         places = list(range(trials))
         drawn = sampler.draw(q.expand(trials, -1), places)
         counts = torch.bincount(drawn, minlength=6).double()
@@ -417,7 +417,7 @@ class TestNoise:
         pairs = torch.bincount(drawn * 6 + target, minlength=36).view(6, 6)[:5, :5].double()
         assert sps.chi2_contingency(pairs.numpy()).pvalue > 1e-3
         other = sampler.draw(q.expand(trials, -1), places, branch=1)
-        assert 0.25 < (drawn == other).double().mean() < 0.33  # sum of q squared: 0.285
+        assert 0.25 < (drawn == other).double().mean() < 0.32  # sum of q squared: 0.285
 
     def test_accept_uniform_is_uniform_and_keyed(self):
         sampler = make()

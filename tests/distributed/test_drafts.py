@@ -17,7 +17,7 @@ from kit.links import Link
 from kit.mirror_watch import WindowVerdict, watch
 from kit.paced import PacedDrafts
 from kits.channels import InProcess, RealTime
-from kits.tiny import VOCAB, assemble, draft_model, ids, run, tiny_decoder
+from kits.tiny import VOCAB, alone, assemble, draft_model, ids, run, tiny_decoder
 
 from paceline.core.grammar import Grammar
 from paceline.core.sampling import SamplingParams
@@ -192,7 +192,7 @@ def mirrored(sessions: AsyncSessions) -> tuple[list[list[int]], list[WindowVerdi
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    return ids([run(assemble(decoder=TARGET), [job])[0] for job in JOBS])
+    return ids(alone(TARGET, JOBS))
 
 
 def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain: list[list[int]]):

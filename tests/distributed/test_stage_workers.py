@@ -12,7 +12,7 @@ import torch
 import zmq
 from kit.ticks import watch_ticks
 from kits.stage import CONFIG, LAYERS, over_threads
-from kits.tiny import VOCAB, assemble, draft_model, ids, run, tiny_decoder
+from kits.tiny import VOCAB, alone, assemble, draft_model, ids, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.model.stages import Frame, StageRows
@@ -31,7 +31,7 @@ def drafter(noise: float = 0.03, **shape: Any) -> Any:
 
 
 def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
-    return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+    return ids(alone(decoder, jobs))
 
 
 @pytest.mark.parametrize("stages", [1, 3])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, alone, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestOutput
@@ -41,7 +41,7 @@ def ids(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
 
 def plain(target: Decoder, jobs: Sequence[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
     """Each request alone, in an engine of its own, without a drafter."""
-    return [ids(run(assemble(decoder=target), [job]))[0] for job in jobs]
+    return ids(alone(target, jobs))
 
 
 def consistent(output: RequestOutput) -> None:
@@ -61,44 +61,6 @@ def consistent(output: RequestOutput) -> None:
     assert stats.off_reason is None or stats.drafted == 0 or "failed" in stats.off_reason
     if output.finished and stats.emitted:
         assert stats.ttft_ms is not None and 0 < stats.ttft_ms <= stats.elapsed_ms
-
-
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize(
-    "limits",
-    [{}, {"max_sequences": 2, "max_batch_rows": 7}, {"kv_tokens": 96, "block_size": 4, "max_batch_rows": 11}],
-    ids=lambda limits: "-".join(f"{k}={v}" for k, v in limits.items()) or "free",
-)
-@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
-def test_answers_do_not_depend_on_limits(
-    target: Decoder, params: SamplingParams, limits: dict[str, int], drafting: bool
-):
-    jobs = [(prompt, params) for prompt in prompts(6)]
-    engine = assemble(draft_model(depth=3) if drafting else None, decoder=target, **limits)
-    outputs = run(engine, jobs)
-    assert ids(outputs) == plain(target, jobs)
-    for output in outputs:
-        consistent(output)
-        assert output.finished and (output.stats.drafted > 0) == drafting
-    preempted = sum(output.stats.preemptions for output in outputs)
-    assert (preempted > 0) == ("kv_tokens" in limits)
-    if preempted:
-        assert outputs[0].stats.preemptions == 0  # the oldest never is
-
-
-def test_requests_that_come_later_join_the_batch(target: Decoder):
-    jobs = [(prompt, WARM) for prompt in prompts(4)]
-    engine = assemble(draft_model(depth=2), decoder=target)
-    order, done = [], {}
-    for prompt, params in jobs:
-        order.append(engine.submit(prompt, params))
-        for _ in range(3):
-            done.update({live.id: engine.output(live) for live in engine.step() if live.finished})
-        engine.pool.check_integrity()
-    assert len(engine.scheduler.running) > 1
-    while engine.busy:
-        done.update({live.id: engine.output(live) for live in engine.step() if live.finished})
-    assert ids([done[i] for i in order]) == plain(target, jobs)
 
 
 def test_abort_in_flight_disturbs_nobody(target: Decoder):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kits.tiny import TOY_TEXTS, VOCAB, ToyText, assemble, draft_model, run, streams, tiny_decoder
+from kits.tiny import TOY_TEXTS, VOCAB, ToyText, alone, assemble, draft_model, run, streams, tiny_decoder
 
 import paceline
 from paceline.core.errors import ConfigError
@@ -50,11 +50,6 @@ DRAFTERS: dict[str, Callable[[], dict[str, Any]]] = {
     "rejection": lambda: {"drafter": draft_model(noise=0.3, depth=3, proposes="sampled"), "verifier": "rejection"},
     "streams": lambda: {"drafter": streams()},
 }
-
-
-def plain(target: Decoder, jobs: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-    """Each request alone and without a drafter."""
-    return [run(assemble(decoder=target), [job])[0] for job in jobs]
 
 
 def finish(engine: Engine, order: Sequence[str], done: dict[str, RequestOutput] | None = None) -> list[RequestOutput]:
@@ -109,7 +104,7 @@ def test_a_sampling_rule_that_fails_ends_its_own_request(target: Decoder, name: 
             raise Fault("sampling rule")
 
     sampler._steps.append(rule)
-    check_alone(finish(engine, order), plain(target, jobs), "sampling rule", same=name != "rejection")
+    check_alone(finish(engine, order), alone(target, jobs), "sampling rule", same=name != "rejection")
     assert engine.round.failure is None  # the drafter is not to blame
 
 
@@ -127,7 +122,7 @@ def test_a_rule_that_fails_on_drafts_alone_costs_its_request_drafts(target: Deco
 
     sampler._steps.append(rule)
     outputs = finish(engine, order)
-    assert ids(outputs) == ids(plain(target, jobs)) and engine.round.failure is None
+    assert ids(outputs) == ids(alone(target, jobs)) and engine.round.failure is None
     assert "on a draft" in str(outputs[BAD].stats.off_reason)
     assert all(o.stats.drafted and o.stats.off_reason is None for i, o in enumerate(outputs) if i != BAD)
 
@@ -168,7 +163,7 @@ def test_text_that_cannot_be_made_ends_its_own_request(target: Decoder, name: st
     order = [engine.submit(*job) for job in jobs]
     outputs = finish(engine, order)
     assert len(outputs[BAD].outputs[0].token_ids) == 4  # those before the one without a text, drafted or not
-    check_alone(outputs, plain(target, jobs), "text", same=name != "rejection")
+    check_alone(outputs, alone(target, jobs), "text", same=name != "rejection")
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 2}, {"prompt_logprobs": 2}])
@@ -181,7 +176,7 @@ def test_log_probabilities_that_fail_end_their_own_request(target: Decoder, aske
         raise Fault("log-probabilities")
 
     engine.live[order[BAD]].sequences[0].token_text = fail
-    check_alone(finish(engine, order), plain(target, jobs), "log-probabilities")
+    check_alone(finish(engine, order), alone(target, jobs), "log-probabilities")
 
 
 FOLDER = str(Path(paceline.__file__).parent)
@@ -253,7 +248,7 @@ def engine_of(name: str, target: Decoder) -> Engine:
 def test_an_interrupt_anywhere_in_a_step_changes_no_answer(target: Decoder, name: str):
     params = replace(WARM, max_tokens=10, **MID_STEP[name][1])
     jobs = [(ids, replace(params, n=2) if i == 1 else params) for i, ids in enumerate(prompts(3))]
-    expected = plain(target, jobs)
+    expected = alone(target, jobs)
     with interrupted(None) as whole:
         run(engine_of(name, target), jobs)
     assert whole.seen > 5000
@@ -288,7 +283,7 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_answer(target: Decoder, name
 
 def test_an_engine_is_usable_after_its_target_failed(target: Decoder, monkeypatch: pytest.MonkeyPatch):
     jobs = [(ids, WARM) for ids in prompts()]
-    expected = plain(target, jobs)
+    expected = alone(target, jobs)
     engine = assemble(NgramConfig(), decoder=target)
     order = [engine.submit(*job) for job in jobs]
     for _ in range(3):
@@ -304,7 +299,7 @@ def test_an_engine_is_usable_after_its_target_failed(target: Decoder, monkeypatc
 
 def test_a_request_that_ended_in_the_failed_step_is_still_reported(target: Decoder, monkeypatch: pytest.MonkeyPatch):
     short, long = (prompts()[0], replace(WARM, max_tokens=3)), (prompts()[1], WARM)
-    expected = plain(target, [short, long])
+    expected = alone(target, [short, long])
     engine = assemble(decoder=target)
     order = [engine.submit(*short), engine.submit(*long)]
     engine.step()

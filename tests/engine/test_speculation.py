@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from kits.tiny import VOCAB, assemble, draft_model, hybrid, ids, run, tiny_decoder
+from kits.tiny import VOCAB, alone, assemble, draft_model, hybrid, ids, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.outputs import RequestOutput
@@ -19,7 +19,7 @@ TARGET = tiny_decoder()
 WARM = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
 SEEDS = [torch.Generator().manual_seed(i) for i in range(4)]
 PROMPTS = [torch.randint(10, VOCAB, (9 + i,), generator=seed).tolist() * 2 for i, seed in enumerate(SEEDS)]
-PLAIN = [run(assemble(decoder=TARGET), [(prompt, WARM)])[0].outputs[0].token_ids for prompt in PROMPTS]
+PLAIN = ids(alone(TARGET, [(prompt, WARM) for prompt in PROMPTS]))
 
 
 def answers(engine: Engine, wishes: list[Speculation | None], params: SamplingParams = WARM) -> list[RequestOutput]:
@@ -108,7 +108,7 @@ def test_a_snapshot_counts_what_ended_and_what_runs():
 @pytest.mark.parametrize("rows", [1, 7, "auto"])
 def test_a_long_prompt_beside_others_changes_no_token(rows: int | str):
     long = torch.randint(10, VOCAB, (200,), generator=torch.Generator().manual_seed(9)).tolist()
-    whole = run(assemble(decoder=TARGET), [(long, WARM)])[0].outputs[0].token_ids
+    whole = ids(alone(TARGET, [(long, WARM)]))[0]
     engine = assemble(draft_model(depth=3), decoder=TARGET, max_prompt_rows=rows, max_batch_rows=128)
     first = engine.live[engine.submit(PROMPTS[0], WARM)]
     engine.step()
@@ -123,15 +123,3 @@ def test_a_long_prompt_beside_others_changes_no_token(rows: int | str):
             widest = max(widest, cache.committed - before)
     assert [live.sequences[0].output_ids for live in (first, second)] == [PLAIN[0], whole]
     assert 0 < widest <= (128 if rows == "auto" else rows)
-
-
-def test_the_bound_of_prompts_follows_what_steps_take():
-    scheduler = assemble(decoder=TARGET, max_prompt_rows="auto").scheduler
-    assert scheduler.paced
-    for granted, ms in [(0, 4.0), (64, 12.0)] * 12:  # a row takes 1/8 ms
-        scheduler._granted = granted
-        scheduler.took(ms)
-    assert scheduler._prompt_rows == 32
-    scheduler._granted = None  # a step in which nobody decodes says nothing
-    scheduler.took(1000.0)
-    assert scheduler._prompt_rows == 32

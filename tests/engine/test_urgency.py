@@ -8,7 +8,7 @@ from time import perf_counter
 
 import pytest
 import torch
-from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, alone, assemble, draft_model, ids, tiny_decoder
 
 from paceline.core.errors import QueueFull
 from paceline.core.sampling import SamplingParams
@@ -44,7 +44,7 @@ def test_the_urgent_are_served_first_and_equals_as_they_came():
 
 def test_the_least_urgent_is_preempted_and_says_the_same():
     given = prompts(3, 30)
-    alone = [run(assemble(decoder=TARGET), [(prompt, LONG)])[0].outputs[0].token_ids for prompt in given]
+    whole = ids(alone(TARGET, [(prompt, LONG) for prompt in given]))
     engine = assemble(decoder=TARGET, kv_tokens=112)
     lives = []
     for prompt, name, priority in zip(given, "abc", (9, 0, 0), strict=True):
@@ -52,7 +52,7 @@ def test_the_least_urgent_is_preempted_and_says_the_same():
         lives.append(engine.live[name])
         engine.step()
     assert ended(engine)[-1] == "a"  # the oldest, which would be the last to suffer
-    assert [engine.output(live).outputs[0].token_ids for live in lives] == alone
+    assert [engine.output(live).outputs[0].token_ids for live in lives] == whole
     preempted = [engine.output(live).stats.preemptions for live in lives]
     assert preempted[0] > 0 and preempted[1] == 0
 
@@ -78,7 +78,7 @@ def test_one_more_than_may_wait_is_refused():
 def test_a_deadline_ends_a_request_between_two_steps(drafting: bool):
     engine = assemble(draft_model(depth=3) if drafting else None, decoder=TARGET, max_sequences=2)
     given = prompts(4)
-    whole = [run(assemble(decoder=TARGET), [(prompt, LONG)])[0].outputs[0].token_ids for prompt in given]
+    whole = ids(alone(TARGET, [(prompt, LONG) for prompt in given]))
     heard: list[str] = []
     lives = []
     for prompt, name, seconds in zip(given, "abcd", (1e4, None, 1e4, None), strict=True):

@@ -44,10 +44,7 @@ def made(
 ) -> Decoder:
     """A rank's share of the tiny target's layers, with the weights that they have in it; None: all of them."""
     kind: torch.dtype = getattr(torch, dtype)
-    attention, ends = (
-        make_backend(kind),
-        layers[1] == config.num_layers,
-    )
+    attention, ends = make_backend(kind), layers[1] == config.num_layers
     whole = tiny_weights(Decoder(config, attention, dtype=kind))
     own = config.part(*layers, ends)
     decoder = Decoder(own, attention, dtype=kind, native=compiled, exact=exact, ranks=ranks)

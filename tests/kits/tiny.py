@@ -413,6 +413,17 @@ def ids(outputs: Iterable[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+_ALONE: dict[Any, Any] = {}
+
+
+def alone(decoder: Decoder, jobs: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+    """Answer each (prompt ids, params) in an engine of its own without a drafter; each once in a run of the tests."""
+    for ids, params in jobs:
+        if (decoder, *ids, params) not in _ALONE:
+            [_ALONE[decoder, *ids, params]] = run(assemble(decoder=decoder), [(ids, params)])
+    return [_ALONE[decoder, *ids, params] for ids, params in jobs]
+
+
 def run(
     engine: Engine, requests: Sequence[tuple[Sequence[int], Any]], applications: Sequence[str | None] | None = None
 ) -> list[Any]:

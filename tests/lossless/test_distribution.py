@@ -22,7 +22,8 @@ from paceline.core.verify import Accepted, block, rejection
 
 ALPHA = 1e-3
 OVERWHELMING = 1e-9
-SAMPLES = 80_000  # of the test of one token
+SAMPLES = 40_000  # of the test of one token
+JOINT = 25_000  # of the test of three
 VOCAB = 4
 Verifier = Callable[..., list[Accepted]]
 
@@ -32,10 +33,11 @@ WIDE = [0, 0, 0, 1, 1, 2, 3, 3]  # three children, of which the first and the la
 
 @dataclass(frozen=True)
 class Tables:
-    """p and q after every prefix of each length: entry d is [VOCAB ** d, VOCAB]."""
+    """p, q and what the draft says of q after every prefix of each length: entry d is [VOCAB ** d, VOCAB]."""
 
     p: list[Tensor]
     q: list[Tensor]
+    told: list[Tensor]
 
     @staticmethod
     def random(seed: int, depth: int) -> Tables:
@@ -44,7 +46,8 @@ class Tables:
         def table(d: int) -> Tensor:
             return torch.randn(VOCAB**d, VOCAB, generator=generator, dtype=torch.float64).mul(0.8).softmax(dim=1)
 
-        return Tables([table(d) for d in range(depth + 1)], [table(d) for d in range(depth + 1)])
+        p, q = ([table(d) for d in range(depth + 1)] for _ in range(2))
+        return Tables(p, q, q)
 
     def joint(self, length: int) -> Tensor:
         """[VOCAB ** length]: the exact probability of every sequence under plain decoding."""
@@ -59,7 +62,7 @@ def draft(
 ) -> tuple[list[TokenTree], Tensor, Tensor]:
     """Draws of a tree of the given shape, p at every node [B, N, V], and each node's prefix code [B, N].
 
-    They are honest where siblings are drawn without replacement.
+    They are honest where siblings are drawn without replacement and ``tables.told`` is q.
     """
     count = len(parents) + 1
     depth, code, tokens = [0], [torch.zeros(batch, dtype=torch.int64)], [torch.zeros(batch, dtype=torch.int64)]
@@ -74,7 +77,7 @@ def draft(
         depth.append(depth[parent] + 1)
         code.append(code[parent] * VOCAB + tokens[node])
     p = torch.stack([tables.p[depth[n]][code[n]] for n in range(count)], dim=1)
-    q = torch.stack([tables.q[depth[n]][code[n]] for n in range(count)], dim=1)
+    q = torch.stack([tables.told[depth[n]][code[n]] for n in range(count)], dim=1)
     return trees_of(parents, torch.stack(tokens, dim=1), q), p, torch.stack(code, dim=1)
 
 
@@ -133,13 +136,14 @@ def run(
     *,
     seed: int = 0,
     replacement: bool = False,
-    spoil: Callable[[TokenTree], TokenTree] = lambda tree: tree,
+    spoil: Callable[[list[Tensor]], list[Tensor]] = list,
 ) -> float:
     """p-value of the emitted sequences against p; ``spoil`` makes the draft dishonest."""
     generator = torch.Generator().manual_seed(seed)
     tables = Tables.random(seed + 100, depth=3)
+    tables = replace(tables, told=spoil(tables.q))
     trees, p, code = draft(tables, shape, samples, generator, replacement)
-    outcome = verify(verifier, [*map(spoil, trees)], p, generator)
+    outcome = verify(verifier, trees, p, generator)
     return p_value(sequences(tables, outcome, code, length, generator), tables.joint(length))
 
 
@@ -147,31 +151,30 @@ CASES = {"rejection, chain": (rejection, CHAIN), "rejection, tree": (rejection, 
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("length", "samples"), [(1, SAMPLES), (3, 50_000)], ids=["one token", "joint of three"])
+@pytest.mark.parametrize(("length", "samples"), [(1, SAMPLES), (3, JOINT)], ids=["one token", "joint of three"])
 def test_emits_the_distribution_of_the_target(case, length, samples):
     assert run(*CASES[case], length, samples) > ALPHA
 
 
-def wrong_q(tree: TokenTree) -> TokenTree:
-    """The draft lies: it reports a q sharper by a quarter (temperature 0.8) than it drew from."""
-    sharper = {node: row.pow(1.25) for node, row in tree.q.items()}
-    return replace(tree, q={node: row / row.sum() for node, row in sharper.items()})
+def wrong_q(q: list[Tensor]) -> list[Tensor]:
+    """The draft lies: it reports a q sharper by half (temperature 0.67) than it drew from."""
+    return [table.log().mul(1.5).softmax(1) for table in q]
 
 
-def wrong_q_below_the_root(tree: TokenTree) -> TokenTree:
+def wrong_q_below_the_root(q: list[Tensor]) -> list[Tensor]:
     """As `wrong_q`, but honest about the first token."""
-    return replace(tree, q=wrong_q(tree).q | {0: tree.q[0]})
+    return [q[0], *wrong_q(q[1:])]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_test_finds_a_draft_that_lies_about_q(case):
     assert run(*CASES[case], 1, SAMPLES, spoil=wrong_q) < OVERWHELMING
-    assert run(*CASES[case], 3, 50_000, spoil=wrong_q) < OVERWHELMING
+    assert run(*CASES[case], 3, JOINT, spoil=wrong_q) < OVERWHELMING
 
 
 def test_only_the_joint_finds_a_lie_about_later_tokens():
     assert run(rejection, CHAIN, 1, SAMPLES, spoil=wrong_q_below_the_root) > ALPHA
-    assert run(rejection, CHAIN, 3, 50_000, spoil=wrong_q_below_the_root) < OVERWHELMING
+    assert run(rejection, CHAIN, 3, JOINT, spoil=wrong_q_below_the_root) < OVERWHELMING
 
 
 def test_the_same_test_finds_siblings_drawn_with_replacement():
@@ -221,8 +224,8 @@ def test_the_same_test_finds_a_deterministic_child(verifier):
 
 
 def test_power_of_the_one_token_test():
-    """At 150,000 samples a shift of 1% of the probability mass is found with probability above 0.999."""
-    shift = 0.01
+    """At 40,000 samples a shift of 1.5% of the probability mass is found with probability above 0.999."""
+    shift = 0.015
     p = Tables.random(100, depth=0).p[0][0]
     # The least visible way to move mass: from the likeliest to the second likeliest token.
     top = p.sort(descending=True).values[:2]
@@ -233,7 +236,7 @@ def test_power_of_the_one_token_test():
 
 def test_block_accepts_what_the_theory_says_and_more_than_rejection():
     """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 tokens by rejection, 11/9 by blocks."""
-    samples = 100_000
+    samples = 40_000
     p = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).expand(samples, 3, 2)
     q = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -243,4 +246,4 @@ def test_block_accepts_what_the_theory_says_and_more_than_rejection():
     for verifier, mean in ((rejection, 10 / 9), (block, 11 / 9)):
         accepted = verify(verifier, tree, p, generator).num_accepted.double()
         standard_error = float(accepted.std()) / samples**0.5
-        assert abs(float(accepted.mean()) - mean) < 4 * standard_error  # 4 errors are 0.011, a tenth of the gap
+        assert abs(float(accepted.mean()) - mean) < 4 * standard_error  # 4 errors are 0.018, a sixth of the gap

@@ -7,7 +7,7 @@ differ; how many is printed (``pytest -s``), since it depends on the machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -37,9 +37,8 @@ DTYPES = ("bfloat16", "float16", "float32", "int8")
 MODELS = ("paceline-small", "tiny", "gemma")
 SLOW = {("paceline-small", dtype) for dtype in ("float16", "float32", "int8")}
 WIDTHS = 64
-# Of the embedded model with every run of the tests; the others with the full grids. Kernels change with the number of
-# rows where that is small, and at multiples of 8 and 16.
-SOME_WIDTHS = (*range(1, 18), 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64)
+# Of the embedded model: kernels change with the number of rows where that is small, and at multiples of 8 and 16.
+SOME_WIDTHS = (*range(1, 10), 15, 16, 17, 31, 32, 33, 48, 64)
 PREFIX = 101  # tokens before the rows under test, which then cross a bucket of keys
 TINY = {  # grouped queries, a sliding window, untied head; wide enough for kernels to differ
     "vocab_size": 512,
@@ -154,26 +153,15 @@ def _differing(a: Tensor, b: Tensor) -> int:
 def test_widths_1_to_64(name: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A pass over any number of rows gives each row the bits of a pass of its own."""
     text, alone = _one_by_one(name, dtype)
-    _check_widths(name, dtype, SOME_WIDTHS if name == "paceline-small" else range(1, WIDTHS + 1))
+    for width in SOME_WIDTHS if name == "paceline-small" else range(1, WIDTHS + 1):
+        text.rewind(PREFIX)
+        assert torch.equal(text.advance(width), alone[:width]), f"one pass of {width} rows"
     for width in (2, 5, 8, 13, 31):  # the rows of a later pass attend to what the earlier ones left
         assert torch.equal(_in_passes_of(text, width), alone), f"passes of {width} rows"
     loose, plain = _one_by_one(name, dtype, exact=False)
     differing = [_differing(_in_passes_of(loose, width), plain) for width in (2, 5, 8, 64)]
     with capsys.disabled():
         print(f"\n{name} {dtype}: without exact {differing} of {WIDTHS} rows differ at widths 2, 5, 8, 64", end=" ")
-
-
-def _check_widths(name: str, dtype: str, widths: Iterable[int]) -> None:
-    text, alone = _one_by_one(name, dtype)
-    for width in widths:
-        text.rewind(PREFIX)
-        assert torch.equal(text.advance(width), alone[:width]), f"one pass of {width} rows"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_width_of_the_embedded_model(dtype: str) -> None:
-    _check_widths("paceline-small", dtype, range(1, WIDTHS + 1))
 
 
 @EVERY_MODEL
@@ -320,7 +308,7 @@ PARAMS = (
 
 # Of the embedded model and of Gemma's parts, with every run of the tests: the others differ from one of these in a
 # size, and the random model meets them all.
-SHORT = {"one row a pass", "together", "64 rows", "tight pool", "ngram in a tight pool", "chain", "dynamic tree"}
+SHORT = {"one row a pass", "tight pool", "dynamic tree"}
 
 
 @pytest.mark.parametrize(
@@ -347,7 +335,7 @@ def test_ids(name: str, dtype: str, setting: str) -> None:
             assert any(s.accepted for s in stats)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_by_default_no_draft_changes_an_answer_of_torch_s_kernels(
     dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

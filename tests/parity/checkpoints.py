@@ -119,7 +119,6 @@ MAKERS: dict[str, Callable[[int], PreTrainedModel]] = {
     "gemma3-scaled": _gemma3(factor=8.0, num_attention_heads=8, num_key_value_heads=1),
     "llama-biased": _llama(attention_bias=True, mlp_bias=True),
 }
-FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "smollm3")  # promised
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Every family against transformers on random tiny checkpoints: logits, greedy tokens, and layer ranges."""
+"""Every family against transformers on random tiny checkpoints: logits and layer ranges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoints import CONTEXT, MAKERS, VOCAB, build, greedy
+from checkpoints import CONTEXT, MAKERS, VOCAB, build
 from torch import Tensor
 
 from paceline.model.attention.base import Segment
@@ -16,9 +16,6 @@ from paceline.model.base import Batch, ForwardState, Taps
 from paceline.model.decoder import Decoder
 from paceline.weights.loader import load_model
 from paceline.weights.source import resolve
-
-PROMPT_LENGTHS = (1, 7, 65, 300)
-TOKENS = 64
 
 
 class Cache:
@@ -54,18 +51,9 @@ def start(decoder: Decoder, tokens: list[int], first: int, slots_as_tensor: bool
 
 
 @torch.inference_mode()
-def logits(decoder: Decoder, cache: Cache, tokens: list[int], first: int = 0, last_only: bool = False) -> Tensor:
+def logits(decoder: Decoder, cache: Cache, tokens: list[int], first: int = 0) -> Tensor:
     state = decoder.run_layers(start(decoder, tokens, first), 0, decoder.num_layers, cache)
-    return decoder.logits(state, torch.tensor([len(tokens) - 1]) if last_only else None)
-
-
-def answer(decoder: Decoder, prompt: list[int], tokens: int) -> list[int]:
-    cache = Cache(decoder)
-    output = [int(logits(decoder, cache, prompt, last_only=True).argmax())]
-    while len(output) < tokens:
-        first = len(prompt) + len(output) - 1
-        output.append(int(logits(decoder, cache, output[-1:], first).argmax()))
-    return output
+    return decoder.logits(state)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -81,16 +69,6 @@ def test_logits_equal_those_of_transformers(pair: Pair):
     assert ours.dtype == torch.float32
     assert expected.std() > 0.5  # the weights are scaled so that there is something to compare
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_greedy_tokens_equal_those_of_transformers(pair: Pair):
-    met = set()
-    for length in PROMPT_LENGTHS:
-        prompt = prompt_of(length)
-        expected = greedy(pair.reference, prompt, TOKENS)
-        assert answer(pair.decoder, prompt, TOKENS) == expected, f"prompt of {length}"
-        met.update(expected)
-    assert len(met) >= 20  # a model that loops would pass with wrong positions
 
 
 def test_a_wrong_position_would_show(pair: Pair):

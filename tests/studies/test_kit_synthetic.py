@@ -20,9 +20,9 @@ LENGTH = 96
 def test_its_rate_is_the_stated_one_and_ids_are_plain_decodings(
     tmp_path: Path, temperature: float, accept: float
 ) -> None:
-    """Chi-square over the depths. With 300 offers a depth, a rate off by 0.1 at one depth fails with 97 % chance."""
+    """Chi-square over the depths. Every depth has 150 offers or more."""
     target, draw = tiny_decoder(), torch.Generator().manual_seed(3)
-    prompts = torch.randint(10, VOCAB, (40 if accept == 0.6 else 6, 9), generator=draw).tolist()
+    prompts = torch.randint(10, VOCAB, (24 if accept == 0.6 else 6, 9), generator=draw).tolist()
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=LENGTH, ignore_eos=True)
     jobs = [(prompt, params) for prompt in prompts]
     plain = [output.outputs[0].token_ids for output in run(assemble(decoder=target), jobs)]

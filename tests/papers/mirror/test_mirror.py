@@ -16,10 +16,12 @@ from kits.tiny import (
     LOOKUP,
     MODEL,
     VOCAB,
+    alone,
     assemble,
     draft_model,
     hybrid,
     hybrid_with_streams,
+    ids,
     run,
     streams,
     tiny_decoder,
@@ -65,16 +67,12 @@ def mirrored(
     return engine, engine.round, verdicts
 
 
-def ids(outputs: Sequence[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 def plain(jobs: Sequence[Any]) -> list[list[int]]:
-    return ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
+    return ids(alone(DECODER, jobs))
 
 
 @pytest.mark.parametrize("way", ["rollout=between", "rollout=beside"])
-@pytest.mark.parametrize("name", [*PARAMS])
+@pytest.mark.parametrize("name", ["warm", "rules"])
 def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     """A batch, in a pool so small that sequences are preempted and prompts are computed in chunks."""
     jobs = [(prompt, PARAMS[name]) for prompt in PROMPTS]
@@ -117,7 +115,7 @@ def test_on_compiled_layers_ids_are_those_of_one_compiled_call(dtype: torch.dtyp
         jobs = [(prompt, params) for prompt in PROMPTS]
         engine = assemble(draft_model(noise=0.05, depth=3, target=shape), round=MIRROR, decoder=decoder)
         outputs = run(engine, jobs)
-        assert ids(outputs) == ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+        assert ids(outputs) == ids(alone(decoder, jobs))
         assert sum(output.stats.accepted for output in outputs) > 5 and engine.round.failure is None
 
 
@@ -212,15 +210,14 @@ def test_drafters_of_states_draft_from_their_own_below_what_is_not_decided(make:
     drafting = assemble(make(**given), round=f"mirror,kappa=5,exit=2,rollout={where}", decoder=decoder)
     serial, round_ = assemble(make(**given), decoder=decoder), drafting.round
     passes = {serial: 0, drafting: 0}
-    for params in PARAMS.values():
+    for params in (PARAMS["warm"], PARAMS["rules"]):
         jobs = [(prompt, params) for prompt in PROMPTS]
-        expected = ids(run(assemble(decoder=decoder), jobs))
+        expected = ids(alone(decoder, jobs))
         for engine in passes:
             outputs = run(engine, jobs)
             assert ids(outputs) == expected and engine.pool.idle
             passes[engine] += sum(output.stats.passes for output in outputs)
     assert round_.failure is None and round_.drafter.body._open == {}  # type: ignore[attr-defined]
-    print(make.__name__, where, passes.values(), sum(map(len, expected)))
     assert passes[drafting] < 1.1 * passes[serial]
 
 
