@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import signal
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from kits.server import live_server
+from kits.server import free_port
 
 from paceline import LLM, SamplingParams
 
@@ -56,58 +54,64 @@ def streamed_ids(client: httpx.Client, **options: Any) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_two_replicas_answer_alike_through_a_rolling_update_and_end_after_their_requests(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_two_replicas_answer_alike_through_a_rolling_update_and_end_after_their_requests(cluster: Any) -> None:
+    import ray
+    from ray import serve
+
+    from paceline.serve.replicas import APPLICATION, application
+
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     ids = LLM("paceline-small", exact=True, max_model_len=256).generate([PROMPT], greedy)[0].outputs[0].token_ids
-    log, stop, answered, errors = tmp_path / "log", Event(), set[str](), list[BaseException]()
-    options = "--replicas", "2", "--cluster", f"{cluster.address},cores=1", "--exact"
-    with live_server(*options, "--max-model-len", "2048", log=log, start_s=LONG) as server:
-        client = httpx.Client(base_url=server.url, timeout=LONG)
+    stop, answered, errors, port = Event(), set[str](), list[BaseException](), free_port()
+    llm = {"exact": True, "max_model_len": 2048}
+    served = application({"model": "paceline-small", "llm": llm, "deployment": {"num_replicas": 2}})
+    ray.init(address=cluster.address, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": None})
+    serve.run(served, name=APPLICATION)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LONG)
 
-        def ask() -> None:
-            try:
-                while not stop.is_set():
-                    answer = client.post("/v1/completions", json=BODY)
-                    assert answer.json()["choices"][0]["token_ids"] == ids
-                    answered.add(answer.headers["x-paceline-replica"])
-                    assert streamed_ids(client) == ids
-            except BaseException as error:
-                errors.append(error)
+    def ask() -> None:
+        try:
+            while not stop.is_set():
+                answer = client.post("/v1/completions", json=BODY)
+                assert answer.json()["choices"][0]["token_ids"] == ids
+                answered.add(answer.headers["x-paceline-replica"])
+                assert streamed_ids(client) == ids
+        except BaseException as error:
+            errors.append(error)
 
-        def until(what: str, count: int) -> None:
-            end = time.monotonic() + LONG
-            while not errors and (len(answered) < count or what not in log.read_text()):
-                assert time.monotonic() < end and server.process.poll() is None
-                time.sleep(0.1)
+    def until(count: int) -> None:
+        end = time.monotonic() + LONG
+        while not errors and len(answered) < count:
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
-        clients = [Thread(target=ask) for _ in range(4)]
-        for one in clients:
-            one.start()
-        until("paceline serves", 2)
+    clients = [Thread(target=ask) for _ in range(4)]
+    for one in clients:
+        one.start()
+    until(2)
 
-        def home(session: str) -> str:
-            answer = client.post("/v1/completions", json=BODY, headers={"x-session-id": session})
-            return str(answer.headers["x-paceline-replica"])
+    def home(session: str) -> str:
+        answer = client.post("/v1/completions", json=BODY, headers={"x-session-id": session})
+        return str(answer.headers["x-paceline-replica"])
 
-        homes = {f"s{number}": home(f"s{number}") for number in range(16)}
-        assert set(homes.values()) == answered
-        assert {session: home(session) for session in homes} == homes
-        metrics = client.get("/metrics").text
-        assert set(re.findall(r'generation_tokens_total{.*replica="(.*?)"', metrics)) == answered
-        server.process.send_signal(signal.SIGHUP)
-        until("replaced all replicas", 4)
-        stop.set()
-        for one in clients:
-            one.join()
-        assert errors == [] and len(answered) == 4
+    homes = {f"s{number}": home(f"s{number}") for number in range(16)}
+    assert set(homes.values()) == answered
+    assert {session: home(session) for session in homes} == homes
+    metrics = client.get("/metrics").text
+    assert set(re.findall(r'generation_tokens_total{.*replica="(.*?)"', metrics)) == answered
+    serve.run(served, name=APPLICATION)
+    until(4)
+    stop.set()
+    for one in clients:
+        one.join()
+    assert errors == [] and len(answered) == 4
 
-        long: list[list[int]] = []
-        begun = Thread(target=lambda: long.append(streamed_ids(client, max_tokens=1900, speculation=False)))
-        begun.start()
-        time.sleep(1.0)
-        server.process.terminate()
-        begun.join()
-        assert [len(found) for found in long] == [1900]
-        assert server.process.wait(LONG) == 0
+    long: list[list[int]] = []
+    begun = Thread(target=lambda: long.append(streamed_ids(client, max_tokens=1900, speculation=False)))
+    begun.start()
+    time.sleep(1.0)
+    serve.delete(APPLICATION)
+    begun.join()
+    assert [len(found) for found in long] == [1900]
+    serve.shutdown()

@@ -60,7 +60,7 @@ def live_server(
         options: of `paceline serve`.
         environment: added to this process's.
         ready: wait until it takes requests.
-        log: what it says; with replicas it says that it serves after the first of them answers.
+        log: what it says.
         start_s: for which it is waited for.
     """
     port = free_port()

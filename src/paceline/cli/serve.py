@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from ..api.options import LLMOptions
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError
 from ..core.log import LEVEL_VARIABLE, log_to_stderr
 from ..serve.client import EngineClient
 from ..serve.config import ServeConfig
@@ -55,16 +55,6 @@ def serve(
     config.keys()
     os.environ.setdefault(LEVEL_VARIABLE, "info")
     log_to_stderr()
-    if config.replicas is not None:
-        if llm["cluster"] is None:
-            subject = f"--replicas {config.replicas}"
-            raise ConfigError(subject, "no cluster is named", "add --cluster auto (see docs/cluster.md)")
-        from ..serve import replicas
-
-        with config.listen() as held:
-            port = held.getsockname()[1]
-        replicas.run(config, vars(LLMOptions(**llm)), port)
-        return
     listening = config.listen()
     client = EngineClient(vars(LLMOptions(**llm)))
     client.launch()  # it loads while this process imports what HTTP needs

@@ -23,15 +23,6 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", help="address to listen at; another than this host's own needs keys")
     port: int = option(8000, help="port to listen at; 0: any free one", minimum=0, maximum=65535)
-    replicas: int | None = option(
-        None,
-        help="several servers at the address, each with a model of its own, by Ray Serve on the hosts of --cluster "
-        "(docs/serving.md); none: this process is the server",
-        minimum=1,
-    )
-    max_replicas: int | None = option(
-        None, help="start more, up to so many, while each has more than --max-sequences in flight", minimum=1
-    )
     served_model_name: str | None = option(
         None, help="the model's name for clients; default: as it was named, of a GGUF the file's name"
     )
@@ -63,9 +54,6 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check(self)
         self.template()
-        if self.max_replicas is not None and self.max_replicas < (self.replicas or self.max_replicas + 1):
-            least = f"it needs --replicas with a number up to {self.max_replicas}"
-            raise ConfigError(f"--max-replicas {self.max_replicas}", least, "add --replicas and --cluster")
 
     def template(self) -> str | None:
         """Return the configured chat template.
