@@ -45,8 +45,6 @@ class Ping:
 class Echo(Service):
     """Returns every message."""
 
-    kinds = (Ping,)
-
     def handle(self, message: Ping) -> list[Ping]:
         """Return it."""
         return [message]
@@ -65,9 +63,7 @@ def measure(sizes: Sequence[int], repeats: int) -> list[HopCost]:
     """
     if len(usable := cores()) < 2:
         raise ConfigError("hops between two cores", "this process may use one", "give it two")
-    spec = WorkerSpec(
-        name="echo", service=f"{__name__}:echo", kinds=Echo.kinds, placement=Placement(cores=(usable[1],))
-    )
+    spec = WorkerSpec(name="echo", service=f"{__name__}:echo", placement=Placement(cores=(usable[1],)))
     own = str(Path(__file__).parents[1])  # where the worker finds this module
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     worker = Remote(spec, Timeouts(silent_s=LONGEST_S))

@@ -14,8 +14,8 @@ from kit.study import Table
 
 from paceline.engine.base import RoundParts
 from paceline.model.stages import Frame, StagesInTurn
-from paceline.runtime.messages import Compute, frame_of, message_of
-from paceline.runtime.wire import Codec
+from paceline.runtime.messages import Compute
+from paceline.runtime.wire import decode, encode
 from specpipe_parts.common import (
     LEAP,
     OWN,
@@ -65,7 +65,6 @@ class TimedStages(StagesInTurn):
     def __init__(self, stages: Any, seconds: Seconds, costs: Costs) -> None:
         super().__init__(stages)
         self.seconds, self.costs, self.rows = seconds, costs, 0
-        self._codec = Codec(Compute)
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
         """See `StagesInTurn`; the coordinator prunes every frame, and sends all but the last stage's."""
@@ -78,22 +77,19 @@ class TimedStages(StagesInTurn):
 
     def _run(self, index: int, frame: Frame) -> Frame:
         apart = bool(frame.rows) and index < self.count - 1
-        sent = self._parts(message_of(self._embedded(frame))) if apart else None
+        sent = encode(Compute(self._embedded(frame))) if apart else None
         began, layers = perf_counter(), self.seconds.layers
         if sent is not None:
-            frame_of(self._codec.decode(sent), torch.device("cpu"))
+            decode(sent)
         out = self.stages[index].run(frame)
-        answer = self._parts(message_of(out)) if apart and out.hidden is not None else None
+        answer = encode(Compute(out)) if apart and out.hidden is not None else None
         took = perf_counter() - began
         self.seconds.elsewhere += took
         if frame.rows:
             self.costs.plans.append((frame.rows, took - (self.seconds.layers - layers)))
         if answer is not None:
-            self._codec.decode(answer)
+            decode(answer)
         return out
-
-    def _parts(self, message: Any) -> list[bytearray]:
-        return [bytearray(part) for part in self._codec.encode(message)]
 
     def _embedded(self, frame: Frame) -> Frame:
         if frame.hidden is not None:

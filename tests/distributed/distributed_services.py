@@ -35,13 +35,8 @@ class About:
     torch: bool  # whether it is loaded
 
 
-KINDS = Say, Count, About
-
-
 class Echo(Service):
     """Answers what is said in capitals."""
-
-    kinds = KINDS
 
     def __init__(self, weights: str = "") -> None:
         self.facts = Facts(weights=weights, vocabulary="v")

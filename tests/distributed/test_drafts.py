@@ -25,7 +25,7 @@ from paceline.draft.sessions import ROOT, AsyncSessions, Expand, Opening
 from paceline.engine.base import RoundParts
 from paceline.papers.mirror.round import MirrorRound
 from paceline.runtime.draft_worker import service
-from paceline.runtime.drafts import KINDS, DraftService, DraftsLost, Grew, Open, RemoteSessions
+from paceline.runtime.drafts import DraftService, DraftsLost, Grew, RemoteSessions
 from paceline.runtime.handshake import Facts, Fault
 from paceline.runtime.placement import Placement
 from paceline.runtime.remote import Remote, Timeouts, WorkerSpec
@@ -51,7 +51,7 @@ def test_a_worker_drafts_within_a_grammar():
     served = service("cpu", {"model": "paceline-small", "drafter": "grammar"}, rows=16, pool_tokens=256)
     schema = '{"type": "object", "properties": {"name": {"const": "a"}}, "required": ["name"]}'
     params = SamplingParams(grammar=Grammar("json_schema", schema))
-    served.handle(Open.of(Opening(0, PROMPT, len(PROMPT), params, seed=1, sample_index=0)))
+    served.handle(Opening(0, PROMPT, len(PROMPT), params, seed=1, sample_index=0))
     (grown,) = served.sessions.grow([Expand(0, (), [ROOT])])
     assert len(grown.tokens) == 1 and grown.log_q[0] > -0.1
 
@@ -136,16 +136,14 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     ("answer", "why"),
     [
         (Fault("ValueError: no"), "failed: ValueError: no"),
-        (Open.of(opening()), "sent Open, which is not an answer"),
+        (opening(), "sent Opening, which is not an answer"),
         (Grew(1, {}, True, 0.0, 0.0), "leaves a sequence out"),
     ],
 )
 def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
     class Liar(Service):
-        kinds = KINDS
-
         def handle(self, message: Any) -> Any:
-            return [answer, answer] if not isinstance(message, Open) else []
+            return [answer, answer] if not isinstance(message, Opening) else []
 
         def work(self) -> None:
             return None
@@ -203,7 +201,6 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain
     spec = WorkerSpec(
         name="draft",
         service="distributed_drafts:service",
-        kinds=KINDS,
         expected=Facts(weights="tiny"),
         placement=Placement(threads=1),  # as these tests: sums of several threads end in other bits
     )

@@ -66,7 +66,8 @@ def test_two_replicas_answer_alike_through_a_rolling_update_and_end_after_their_
     llm = {"exact": True, "max_model_len": 2048}
     served = application({"model": "paceline-small", "llm": llm, "deployment": {"num_replicas": 2}})
     ray.init(address=cluster.address, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": None})
+    http_options = {"host": "127.0.0.1", "port": port, "request_timeout_s": None}
+    serve.start(proxy_location="HeadOnly", http_options=http_options)
     serve.run(served, name=APPLICATION)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LONG)
 

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 import zmq
 from kit.ticks import watch_ticks
 from kits.stage import CONFIG, LAYERS, over_threads
 from kits.tiny import VOCAB, alone, assemble, draft_model, ids, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
-from paceline.model.stages import Frame, StageRows
-from paceline.runtime.messages import Compute, frame_of, message_of
+from paceline.model.stages import Frame
 from paceline.runtime.remote import WorkerFailed
-from paceline.runtime.wire import Codec
 
 DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
@@ -171,22 +168,3 @@ def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert silent and len(stage_line.faults) == 1
     said = re.fullmatch(r"worker stage 0 hangs: at \d+ rows for ([\d.]+) s", stage_line.faults[0])
     assert said is not None and 0.2 <= float(said[1]) < 2.5
-
-
-def sent(frame: Frame) -> Any:
-    codec = Codec(Compute)
-    return codec.decode(codec.encode(message_of(frame)))
-
-
-def test_frames_that_do_not_fit_are_refused() -> None:
-    text = StageRows(8, 0, [5, 6, 7], [-1, -1, 0], [0, 1, 2], torch.tensor([1, 2, 3]), 3, 0)
-    good = sent(Frame(0, [text], torch.randn(3, 4)))
-    assert frame_of(good, torch.device("cpu")).rows == 3
-    for frame in (
-        Frame(0, [text], torch.randn(2, 4)),
-        Frame(0, [StageRows(8, 0, [5], [0], [0, 1], slice(0, 1), 1, 0)], torch.randn(1, 4)),
-        Frame(0, [StageRows(8, 0, [5], [0], [0], torch.tensor([1]), 2, 0)], torch.randn(1, 4)),
-        Frame(0, [StageRows(8, 0, [5], [0], [0], torch.tensor([1, 2]), 1, 0)], torch.randn(1, 4)),
-    ):
-        with pytest.raises(ValueError, match="rows"):
-            frame_of(sent(frame), torch.device("cpu"))

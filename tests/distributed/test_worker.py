@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed_services import KINDS, About, Count, Say
+from distributed_services import About, Count, Say
 from kit.clock import VirtualClock
 from kits.channels import local_pair
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.runtime.handshake import GREETINGS, Facts, Hello, Refused
+from paceline.runtime.handshake import Facts, Hello, Refused
 from paceline.runtime.placement import Placement, cores
 from paceline.runtime.remote import HOST_LEFT, Remote, Timeouts, WorkerFailed, WorkerSpec, receive
-from paceline.runtime.wire import Codec, Line
+from paceline.runtime.wire import Line
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 LAZY = Timeouts(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01)
-SPEC = WorkerSpec(name="echo", service="distributed_services:echo", kinds=KINDS)
+SPEC = WorkerSpec(name="echo", service="distributed_services:echo")
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +66,9 @@ def test_a_worker_serves_on_its_cores_until_it_is_stopped(workers: list[Remote])
     assert say(line, "hello") == Say("HELLO")
     about = say(line, "about")
     assert about == About(worker.pid or 0, [core], "1", False)  # nothing loads torch that does not need it
-    line.socket.send(b"no message")
-    assert line.receive(LONG).why.startswith("a message cannot be read: ")
+    for parts in ([b"no message"], [b"distributed_services:Say", b'{"text": 1}', b""], [b"os:getcwd", b"{}", b""]):
+        line.socket.send_multipart(parts)
+        assert line.receive(LONG).why.startswith("a message cannot be read: ")
     line.send(Count(5))
     assert [line.receive(LONG) for _ in range(5)] == [Say(str(n)) for n in range(1, 6)]
     assert worker.faults == [] and worker.starts == 1
@@ -102,9 +103,8 @@ def test_one_that_dies_is_named_and_comes_back(workers: list[Remote]):
 
 PARENT = """
 import time
-from distributed_services import KINDS
 from paceline.runtime.remote import Remote, WorkerSpec
-worker = Remote(WorkerSpec(name="echo", service="distributed_services:echo", kinds=KINDS))
+worker = Remote(WorkerSpec(name="echo", service="distributed_services:echo"))
 worker.start()
 print(worker.pid, flush=True)
 time.sleep(1000)
@@ -180,7 +180,7 @@ class Hand:
             raise OSError("no more processes")
         self.began.append(self.clock.now())
         self.status = None
-        self.line, other = local_pair(self.clock, Codec(*GREETINGS, *KINDS))
+        self.line, other = local_pair(self.clock)
         self.others.append(other)
         return self
 
@@ -195,8 +195,8 @@ class Hand:
         self.status = -signal.SIGKILL
 
     def hello(self, **facts: str) -> None:
-        known = {"weights": "", "vocabulary": "v", "dtype": "", "version": "1", **facts}
-        self.others[-1].send(Hello(known, 8, self.host, ""))
+        known = {"vocabulary": "v", "version": "1", **facts}
+        self.others[-1].send(Hello(Facts(**known), 8, self.host, ""))
 
     def pass_time(self, worker: Remote, seconds: float, beats: bool = True, busy_s: float = 0.0) -> None:
         for _ in range(round(seconds * 10)):

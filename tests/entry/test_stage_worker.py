@@ -20,7 +20,6 @@ from paceline.api.assembly.engine import load_target
 from paceline.api.config import LLMConfig
 from paceline.kv.pool import KVPool
 from paceline.model.stages import Frame, Stage, StageRows
-from paceline.runtime.messages import frame_of, message_of
 from paceline.runtime.placement import Placement
 from paceline.runtime.stage_worker import service, stage_spec
 
@@ -56,7 +55,7 @@ def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> N
     with torch.inference_mode():
         expected = Stage(whole, 0, LAYERS, pools[0].tensors).run(frame).hidden
         hidden = own.decoder.embed_tokens(torch.tensor(text.tokens))
-        computed = made.stage.run(frame_of(message_of(replace(frame, hidden=hidden)), hidden.device))
+        computed = made.stage.run(replace(frame, hidden=hidden))
         last = Stage(own.decoder, 0, own.decoder.num_layers, pools[1].tensors)
         found = last.run(replace(frame, hidden=computed.hidden)).hidden
         assert expected is not None and found is not None and torch.equal(found, expected)

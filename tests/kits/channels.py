@@ -13,9 +13,8 @@ from kit.clock import Mailbox
 from kit.links import Link
 
 from paceline.runtime.clock import Late, RealClock
-from paceline.runtime.handshake import GREETINGS
 from paceline.runtime.serving import serve
-from paceline.runtime.wire import Codec
+from paceline.runtime.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +50,15 @@ class _RealMailbox:
 class LocalLine:
     """An end of a line between two activities of one process; over a link what is sent arrives as over that."""
 
-    def __init__(
-        self, incoming: Mailbox, outgoing: Mailbox, codec: Codec, clock: Any, link: Link | None = None
-    ) -> None:
-        self._incoming, self._outgoing, self.codec = incoming, outgoing, codec
+    def __init__(self, incoming: Mailbox, outgoing: Mailbox, clock: Any, link: Link | None = None) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
         self._clock, self._link = clock, link
         self._free = 0.0  # when the link has sent what it was given
         self._held: tuple[float, list[Any]] | None = None  # in flight
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message; never waits."""
-        parts, due = [bytes(part) for part in self.codec.encode(message)], 0.0
+        parts, due = encode(message), 0.0
         if self._link is not None:
             self._free = max(self._clock.now(), self._free) + self._link.transfer_s(sum(map(len, parts)))
             due = self._free + self._link.latency_ms * 1e-3
@@ -77,16 +74,16 @@ class LocalLine:
             raise Late("no message arrived in time")
         self._held = None
         self._clock.sleep_until(held[0])
-        return self.codec.decode([bytearray(part) for part in held[1]])
+        return decode([bytearray(part) for part in held[1]])
 
     def close(self) -> None:
         """Nothing is there to close."""
 
 
-def local_pair(clock: Any, codec: Codec, link: Link | None = None) -> tuple[Any, Any]:
+def local_pair(clock: Any, link: Link | None = None) -> tuple[Any, Any]:
     """Both ends of a line in one process, whose waits are by this clock."""
     one, other = clock.mailbox(), clock.mailbox()
-    return LocalLine(one, other, codec, clock, link), LocalLine(other, one, codec, clock, link)
+    return LocalLine(one, other, clock, link), LocalLine(other, one, clock, link)
 
 
 class InProcess:
@@ -99,7 +96,7 @@ class InProcess:
     """
 
     def __init__(self, service: Any, clock: Any, link: Link | None = None) -> None:
-        self.line, other = local_pair(clock, Codec(*GREETINGS, *service.kinds), link)
+        self.line, other = local_pair(clock, link)
         self.faults: list[str] = []
         clock.start("service", lambda: _serve(service, other))
 

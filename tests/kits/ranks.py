@@ -20,7 +20,7 @@ from paceline.model.families import DecoderConfig
 from paceline.model.joins import Collectives, RankMemory
 from paceline.model.parallel import ROWWISE, Ranks, Share, weight_of
 from paceline.runtime.handshake import Facts
-from paceline.runtime.rank_service import KINDS, RankService
+from paceline.runtime.rank_service import RankService
 from paceline.runtime.rank_workers import RankWorkers
 from paceline.runtime.remote import Remote, WorkerSpec
 from paceline.runtime.workers import TIMEOUTS
@@ -118,7 +118,7 @@ def ranked(
     with patch.dict(os.environ, PYTHONPATH=here):
         for rank in range(1, count):
             options = {"rank": rank, "memory": memory.path, **given}
-            spec = WorkerSpec(name=f"rank {rank}", service="kits.ranks:service", options=options, kinds=KINDS)
+            spec = WorkerSpec(name=f"rank {rank}", service="kits.ranks:service", options=options)
             workers.append(Remote(spec, TIMEOUTS))
             workers[-1].poll()
         joins = memory.joins()

@@ -24,11 +24,11 @@ from paceline.model.decoder import Decoder
 from paceline.model.stages import Stage, even_cuts
 from paceline.papers.specpipe.config import PipelineConfig
 from paceline.papers.specpipe.records import Tick
-from paceline.runtime.handshake import GREETINGS, Facts, Hello
+from paceline.runtime.handshake import Facts, Hello
 from paceline.runtime.serving import Progress, serve
 from paceline.runtime.stage_service import StageService
 from paceline.runtime.stage_workers import StageWorkers
-from paceline.runtime.wire import Codec, Line, connected, listening
+from paceline.runtime.wire import Line, connected, listening
 
 LAYERS, TOKENS = 8, 512
 CONFIG = tiny_config(num_layers=LAYERS)
@@ -98,9 +98,9 @@ class Stand:
         socket, address = listening(zmq.DEALER, self.host)
         with torch.inference_mode(False):  # of the engine, whose step this may be: a process would know nothing of it
             made = self.service = self.make()
-        codec, progress = Codec(*GREETINGS, *made.kinds), Progress()
-        self.line, other = Line(socket, codec), Line(connected(zmq.DEALER, address), codec)
-        self.progress, self.hello = progress, Hello({}, 0, self.host, made.listen(self.host))
+        progress = Progress()
+        self.line, other = Line(socket), Line(connected(zmq.DEALER, address))
+        self.progress, self.hello = progress, Hello(Facts(), 0, self.host, made.listen(self.host))
         other.send(self.hello)  # nothing is sent to it before it is connected
         self.line.receive()
         self.starts += 1

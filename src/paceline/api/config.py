@@ -20,7 +20,7 @@ from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
 from ..weights.source import Source, check_dtype, parse_device, resolve
 from .options import AUTO_DRAFTER, AUTO_ROUND, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
-from .split import ClusterConfig, parse_cluster, parse_split
+from .split import parse_cluster, parse_split
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -44,7 +44,8 @@ class LLMConfig(LLMOptions):
         if self.tensor_parallel > 1:
             self._check_ranks()
         if self.cluster is not None:
-            self._check_cluster(parse_cluster(self.cluster))
+            parse_cluster(self.cluster)
+            self._check_cluster()
         elif self.insecure_cluster:
             raise ConfigError("insecure_cluster", "no cluster is named", "leave it out, or name one: cluster='auto'")
         chosen = parse_budget(self.budget)
@@ -77,7 +78,7 @@ class LLMConfig(LLMOptions):
             wrong = "ranks share the memory of a host, and add in it"
             raise CapabilityError(f"{subject} with device={shown(self.device)}", wrong, "use device='cpu'")
 
-    def _check_cluster(self, cluster: ClusterConfig) -> None:
+    def _check_cluster(self) -> None:
         """Refuse a cluster that nothing would run on, and cores that Ray chooses."""
         subject, round_ = f"cluster={shown(self.cluster)}", parse_round(self.round)
         place = None if round_ is None else round_.place

@@ -28,8 +28,7 @@ from ..model.decoder import Decoder
 from ..weights import generation, zoo
 from ..weights.source import Source, reader_of
 from .assembly.engine import build_engine, check_shared, load_target
-from .assembly.models import LoadedModel
-from .assembly.runtime import Runtime
+from .assembly.models import LoadedModel, start
 from .config import LLMConfig, config_of
 from .options import AUTO_DRAFTER
 
@@ -58,18 +57,19 @@ class LLM:
 
     def __init__(self, model: str, *, share: LLM | None = None, beside: Sequence[str] = (), **options: Any) -> None:
         self.config = config_of(model, options)
-        source, runtime = self.config.resolve(), Runtime(self.config)
+        source = self.config.resolve()
+        hosts = None if self.config.cluster is None else start("cluster:ClusterHosts", self.config)
         candidates = drafters_of(self.config, source, beside)
         self.config = replace(self.config, drafter=candidates[0])
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        self._target = load_target(self.config, source, runtime) if share is None else self._shared(share)
+        self._target = load_target(self.config, source) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
         refusals: list[CapabilityError] = []
         for drafter in candidates:
             self.config = replace(self.config, drafter=drafter)
             try:
-                self.engine = build_engine(self.config, self._target, runtime)
+                self.engine = build_engine(self.config, self._target, hosts)
                 break
             except CapabilityError as error:
                 refusals.append(error)

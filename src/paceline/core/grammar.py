@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 from .errors import ConfigError
 from .options import shown
@@ -63,6 +63,7 @@ class Grammar:
         return cls(**value)
 
 
+@runtime_checkable
 class Matcher(Protocol):
     """A grammar next to one output.
 

@@ -5,9 +5,8 @@ A field of `SamplingParams` is declared once: the command line and the HTTP serv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -67,7 +66,6 @@ class SamplingParams:
         None,
         help="token id -> number added to its logit, in [-1e30, 1e30]",
         takes="logit_bias is a dict of token id to finite number, such as {42: -100.0}",
-        http=False,
     )
     seed: int | None = option(
         None, help="any integer; without one a seed is drawn and returned with the output", unbounded=True
@@ -98,12 +96,6 @@ class SamplingParams:
     include_stop_str_in_output: bool = option(False, help="keep the text of the stop string")
     skip_special_tokens: bool = option(True, help="leave special tokens out of the text")
     grammar: Grammar | None = option(None, help="what the output must be: Grammar(kind, text)", cli=False, http=False)
-
-    @staticmethod
-    def from_json(fields: Mapping[str, Any]) -> SamplingParams:
-        """Read the fields as JSON has them, where keys of ``logit_bias`` are texts; errors as of this class."""
-        bias = fields.get("logit_bias")
-        return SamplingParams(**{**fields, "logit_bias": bias and {int(token): by for token, by in bias.items()}})
 
     def __post_init__(self) -> None:
         # Own copies: the caller's list or dict may change while the request runs.

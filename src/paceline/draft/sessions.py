@@ -17,9 +17,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..core.grammar import Matcher
 from ..core.sampling import SamplingParams
@@ -62,9 +60,9 @@ class Expand:
     key: int
     added: abc.Sequence[tuple[int, int]] = ()  # parent and token of nodes to add, below which children are drafted
     expand: abc.Sequence[int] = ()  # nodes that are there already below which children are drafted
-    width: Annotated[int, Field(ge=1)] = 1  # children of each
+    width: int = 1  # children of each
     # For `AsyncSessions.begin`: of each added, then each expanded node, the levels wanted below it; none: one.
-    levels: abc.Sequence[Annotated[int, Field(ge=0)]] = ()
+    levels: abc.Sequence[int] = ()
 
 
 @dataclass(slots=True)

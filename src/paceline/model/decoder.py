@@ -28,7 +28,7 @@ from .hot import masked
 from .layers import Layer, Norm
 from .linear import Dense, LinearOp, Quant, RowBlocks, make_linear, nan_parameter
 from .padding import cache_shape
-from .parallel import BEST, LOGITS, NORMED, Ranks, Run, run_of
+from .parallel import BEST, LOGITS, NORMED, Ranks, Run
 from .rope import RopeTables
 
 log = logging.getLogger(__name__)
@@ -235,10 +235,9 @@ class Decoder(nn.Module):
             return nullcontext()
 
         def run() -> Run:
-            state = ForwardState(batch.tokens, batch.positions, batch.slots, batch.attn)
-            arguments: dict[str, Any] = {"tokens": batch.tokens, "positions": batch.positions, "state": state}
-            rows = torch.tensor([*choice_rows], dtype=torch.int64)
-            return run_of(**arguments, layers=(0, self.num_layers), read=read, choice_rows=rows)
+            places: dict[str, Any] = {"positions": batch.positions, "slots": batch.slots}
+            places |= {"segments": batch.attn.segments, "layers": (0, self.num_layers)}
+            return Run(tokens=batch.tokens, **places, read=read, choice_rows=[*choice_rows])
 
         return self.ranks.together(run, cache, adapters)
 
@@ -253,7 +252,7 @@ class Decoder(nn.Module):
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[rows, d_model] of ``tokens`` [rows] int64: what the first layer reads."""
         if self.ranks is not None:
-            with self.ranks.together(lambda: run_of(tokens=tokens)):
+            with self.ranks.together(lambda: Run(tokens=tokens)):
                 return self.ranks.embedded(tokens, self.embedding.data)
         if self.stack is not None:
             return self.stack.embed(tokens)
@@ -268,8 +267,9 @@ class Decoder(nn.Module):
         """
         if self.ranks is None or start == stop:
             return self._run_own(state, start, stop, cache, taps)
-        arguments: dict[str, Any] = {"hidden": state.hidden, "positions": state.positions, "state": state}
-        with self.ranks.together(lambda: run_of(**arguments, layers=(start, stop)), cache, state.adapters):
+        places: dict[str, Any] = {"positions": state.positions, "slots": state.slots, "segments": state.attn.segments}
+        hidden = state.hidden
+        with self.ranks.together(lambda: Run(hidden=hidden, **places, layers=(start, stop)), cache, state.adapters):
             exact = None if self.stack is not None else self.exact
             rank_state = replace(state, adapters=self.ranks.adapters(state.adapters, exact))
             state.hidden = self._run_own(rank_state, start, stop, cache, taps).hidden
@@ -332,7 +332,7 @@ class Decoder(nn.Module):
 
     @staticmethod
     def _reading(ranks: Ranks, hidden: Tensor, read: int) -> AbstractContextManager[None]:
-        return ranks.together(lambda: run_of(hidden=hidden, read=read)) if len(hidden) else nullcontext()
+        return ranks.together(lambda: Run(hidden=hidden, read=read)) if len(hidden) else nullcontext()
 
     def _read_own(self, hidden: Tensor) -> Tensor:
         """[rows, tokens that are here] of any hidden states."""

@@ -22,17 +22,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError, RankLost
+from ..core.fields import Slots, Values
 from ..weights.names import Piece
 from .adapters import AdapterRange, LowRank
-from .attention.base import Segment, slot_indices
-from .base import ForwardState, KVCache
+from .attention.base import Segment
+from .base import KVCache
 from .families import FAMILIES, DecoderConfig, linear_shapes
 from .joins import Collectives
 from .linear import Quant
@@ -182,43 +183,26 @@ def weight_of(parameter: str) -> tuple[str, bool]:
 NOTHING, BEST, LOGITS, NORMED = range(4)  # output of rows; NORMED: logits of states after the final norm
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One sequence's rows in a `Run`; see `model.attention.base.Segment`."""
-
-    start: int
-    stop: int
-    num_keys: int
-    prefix: int
-    first_key: int  # of keys that lie in one piece; -1: they are among the run's
-    masked: bool
-    placed: bool  # whether the run has positions of the block's keys
-
-
 _NONE = torch.empty(0, dtype=torch.int64)
 Move = tuple[int, list[int], list[int]]  # of K and V: cache, slots from, to
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A pass, or a part of one, as rank 0 sends it to the others."""
 
-    start: int  # layers; none where it is not below `stop`
-    stop: int
-    read: int
-    parts: list[Rows]
-    embeds: bool  # whether the rows begin as tokens; else as states
-    # int64, one after the other, and how many of each: tokens, positions and slots of the rows, keys that lie in no
-    # piece and positions of blocks, one part's after the other, rows that are read (none: all). One tensor, since each
-    # costs a message 30 us.
-    numbers: Tensor
-    counts: list[int]
-    visible: Tensor  # [..] bool masks, one part's after the other
-    hidden: Tensor  # [rows, d_model]; empty where tokens are embedded
+    tokens: Values | None = None  # [rows] int64; None: rows begin as states
+    hidden: Values = _NONE  # [rows, d_model]
+    layers: Span | None = None  # None: none is run
+    positions: Values = _NONE  # [rows] int64
+    slots: Slots = _NONE  # where K and V of the rows go
+    segments: Sequence[Segment] = ()
+    read: int = NOTHING
+    choice_rows: Sequence[int] = ()  # that are read; none: all
     # What rank 0's line adds.
     epoch: int = 0
     cache: int = -1  # which K and V, and slots in them
-    slots: int = 0
+    pool_slots: int = 0
     adapters: list[tuple[int, int, int]] = field(default_factory=list)  # which, of rows from .. to
     moves: list[Move] = field(default_factory=list)  # before anything is computed
     dropped: list[int] = field(default_factory=list)  # caches that were freed: no later run names them
@@ -226,96 +210,7 @@ class Run:
     @property
     def rows(self) -> int:
         """Return the number of rows of the pass."""
-        return max(1, self.counts[0], len(self.hidden))
-
-    def lists(self) -> Sequence[Tensor]:
-        """Return what `numbers` holds, each for itself."""
-        return self.numbers.split(self.counts)
-
-    def segments(self) -> list[Segment]:
-        """Return the attention segments of the run."""
-        _, _, _, all_keys, all_places, _ = self.lists()
-        blocks = [(p, p.num_keys - p.prefix) for p in self.parts]
-        keys = iter(all_keys.split([p.num_keys for p in self.parts if p.first_key < 0]))
-        places = iter(all_places.split([block for p, block in blocks if p.placed]))
-        masks = iter(self.visible.split([(p.stop - p.start) * block for p, block in blocks if p.masked]))
-        segments = []
-        for p, block in blocks:
-            keys_of_run = slice(p.first_key, p.first_key + p.num_keys) if p.first_key >= 0 else next(keys)
-            mask = next(masks).view(-1, block) if p.masked else None
-            placed = next(places) if p.placed else None
-            segments.append(Segment(p.start, p.stop, keys_of_run, p.num_keys, p.prefix, mask, placed))
-        return segments
-
-
-def run_of(
-    *,
-    tokens: Tensor | None = None,
-    hidden: Tensor = _NONE,
-    positions: Tensor = _NONE,
-    state: ForwardState | None = None,
-    layers: Span = (0, 0),
-    read: int = NOTHING,
-    choice_rows: Tensor = _NONE,
-) -> Run:
-    """Return a run; ``state`` states where its rows' K and V go and what they see."""
-    segments: Sequence[Segment] = [] if state is None else state.attn.segments
-    keys = [s.keys[: s.num_keys] for s in segments if not isinstance(s.keys, slice)]
-    masks = [s.visible.reshape(-1) for s in segments if s.visible is not None]
-    blocks = [s.positions for s in segments if s.positions is not None]
-    slots = _NONE if state is None else slot_indices(state.slots, positions.device)
-    lists = [[_NONE if tokens is None else tokens], [positions], [slots], keys, blocks, [choice_rows]]
-    return Run(
-        *layers,
-        read,
-        [_rows_of(s) for s in segments],
-        embeds=tokens is not None,
-        numbers=torch.cat([part for parts in lists for part in parts]),
-        counts=[sum(map(len, parts)) for parts in lists],
-        visible=torch.cat(masks) if masks else _NONE,
-        hidden=hidden,
-    )
-
-
-def _rows_of(s: Segment) -> Rows:
-    first = s.keys.start if isinstance(s.keys, slice) else -1
-    return Rows(s.start, s.stop, s.num_keys, s.prefix, first, s.visible is not None, s.positions is not None)
-
-
-class RankLine(Protocol):
-    """From rank 0 to the others."""
-
-    def start(self) -> None:
-        """Wait until all ranks have started; raises ConfigError or WorkerFailed where one cannot."""
-        ...
-
-    def wait_ready(self) -> None:
-        """Wait until lost ranks have started again; raises WorkerFailed where one cannot."""
-        ...
-
-    def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
-        """Have the other ranks do a run.
-
-        Raises:
-            PassesLost, WorkerFailed: one is not there.
-        """
-        ...
-
-    def done(self) -> None:
-        """Note that the others have completed the run."""
-        ...
-
-    def follow(self, pool: Any) -> None:
-        """Have the others move what a pool of K and V (`kv.pool.KVPool`) moves."""
-        ...
-
-    def followed(self, store: Any, cache: KVCache) -> Any:
-        """Return a store (`kv.store.KVStore`) whose moves the others make, too, in what runs name as ``cache``."""
-        ...
-
-    def lost(self) -> Exception:
-        """Find the ranks that were lost and have them started again; returns the error to raise."""
-        ...
+        return max(1, len(self.hidden if self.tokens is None else self.tokens))
 
 
 @dataclass(eq=False)
@@ -325,12 +220,12 @@ class Ranks:
     Args:
         share: what it has.
         joins: what it gives the others, and takes of them.
-        line: of rank 0, to the others.
+        line: of rank 0, to the others (`runtime.rank_workers.RankWorkers`).
     """
 
     share: Share
     joins: Collectives
-    line: RankLine | None = None
+    line: Any = None
     _inside: bool = False
     _adapters: WeakKeyDictionary[LowRank, LowRank] = field(default_factory=WeakKeyDictionary)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.fields import Slots, Values
 from ..kv.ledger import SlotStore
 from ..kv.store import KVStore
 from .applications import Application, adapter_ranges
@@ -42,10 +43,10 @@ class StageRows:
     tokens: Sequence[int]
     nodes: Sequence[int]  # of each row; `TEXT`: a token of the text, which no verdict drops
     positions: Sequence[int]
-    keys: slice | Tensor  # slots of all keys in logical order, those of the rows themselves last
+    keys: Slots  # slots of all keys in logical order, those of the rows themselves last
     num_keys: int
     prefix: int  # leading keys that every row sees
-    visible: Tensor | None = None  # [rows, num_keys - prefix] bool; None: a chain
+    visible: Values | None = None  # [rows, num_keys - prefix] bool; None: a chain
     block_positions: Sequence[int] | None = None  # [num_keys - prefix]; None: prefix, prefix + 1, ..
     application: Application | None = None  # whose adapters the rows have
 
@@ -82,7 +83,7 @@ class Frame:
 
     epoch: int
     parts: Sequence[StageRows]
-    hidden: Tensor | None = None  # [rows, d_model]; None: not embedded yet
+    hidden: Values | None = None  # [rows, d_model]; None: not embedded yet
     moves: Sequence[tuple[Sequence[int], Sequence[int]]] = ()  # source and target slots, to be copied before
     ended: Sequence[int] = ()  # requests of which no frame comes any more
 
@@ -125,11 +126,7 @@ class Survivors:
 
 @dataclass(eq=False)
 class Stage:
-    """A range of a target's layers with K and V of their own, in ``store``.
-
-    Raises:
-        ConfigError: a range that is empty or outside of the target, a store of other layers.
-    """
+    """A range of a target's layers with K and V of their own, in ``store``."""
 
     decoder: Decoder
     start: int
@@ -140,13 +137,6 @@ class Stage:
     _closed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        layers, depth = self.decoder.num_layers, self.stop - self.start
-        if not 0 <= self.start < self.stop <= layers:
-            subject = f"a stage of layers {self.start} to {self.stop - 1}"
-            raise ConfigError(subject, f"the target has layers 0 to {layers - 1}", "give each stage a layer or more")
-        if len(self.store.k) != depth:
-            subject = f"a stage of {depth} layers over a store of {len(self.store.k)}"
-            raise ConfigError(subject, "each layer has K and V of its own", "give it a store of as many layers")
         first, behind = self.start, self.decoder.cache_shape[0] - self.stop
         # By the layers' own numbers: those of other layers are never touched.
         self._cache = LayerCache(*([*kv[:1] * first, *kv, *kv[:1] * behind] for kv in (self.store.k, self.store.v)))
@@ -211,8 +201,11 @@ class Stage:
         """Return the stage's own plan for a frame's rows, over its own K and V."""
         packer = RowPacker(self.decoder, self.decoder.device)
         ranges = []
+        device = self.decoder.device
         for part in frame.parts:
             first = packer.rows
+            if not isinstance(part.keys, slice):
+                part = replace(part, keys=part.keys.to(device))
             packer.add(
                 part.tokens,
                 part.positions,
@@ -228,7 +221,7 @@ class Stage:
         if frame.hidden is None:
             state = self.decoder.embed(batch)
         else:
-            state = ForwardState(frame.hidden, batch.positions, batch.slots, batch.attn)
+            state = ForwardState(frame.hidden.to(device), batch.positions, batch.slots, batch.attn)
         if any(part.application is not None for part in frame.parts):
             state.adapters = adapter_ranges([part.application for part in frame.parts], ranges)
         return state

@@ -16,7 +16,6 @@ import torch
 
 from ..api.assembly.drafting import drafter_context, drafter_of
 from ..api.assembly.models import draft_device
-from ..api.assembly.runtime import Runtime
 from ..api.config import LLMConfig
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import written
@@ -28,7 +27,7 @@ from ..engine.grammar import Grammars
 from ..model.decoder import TargetInfo
 from ..weights.files import fingerprint
 from ..weights.source import Source, parse_device, read_config, resolve_folder
-from .drafts import KINDS, DraftService, RemoteSessions
+from .drafts import DraftService, RemoteSessions
 from .handshake import Facts
 from .placement import Placement, cores, pin
 from .remote import LocalHandle, Remote, Timeouts, WorkerSpec
@@ -63,20 +62,24 @@ def draft_worker(config: LLMConfig, source: Source, rows: int, pool_tokens: int,
         name="draft",
         service=f"{__name__}:service",
         options={"options": options, "rows": rows, "pool_tokens": pool_tokens},
-        kinds=KINDS,
         expected=_facts(config, chosen, source),
         placement=placement,
     )
 
 
 def start_drafter(
-    config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: WorkerPlace, hosts: ClusterHosts | None
+    hosts: ClusterHosts | None, config: LLMConfig, source: Source, pool_tokens: int, rows: int, place: WorkerPlace
 ) -> RemoteSessions:
     """Start the process of a configuration's drafter, and wait until it is ready. It ends with what is returned.
 
     Where it gets cores of its own, this process keeps to the others, and its layers to as many threads.
 
-    Arguments are those of `Runtime.start_drafter`; without ``hosts`` it runs on this one.
+    Args:
+        hosts: one of which it runs on; None: this one.
+        config, source: the options, and the target.
+        pool_tokens: tokens that the target's K/V pool holds.
+        rows: drafted nodes that a sequence may hold at once.
+        place: where it runs.
 
     Raises:
         ConfigError: cores that are not there, or no core left for the target; a drafter that cannot be had there.
@@ -113,7 +116,7 @@ def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int
     """
     config = LLMConfig(**{**options, "device": device})
     chosen, source = _chosen(config), config.resolve()
-    drafter: Any = registry.build(chosen, drafter_context(config, source, texts=False, runtime=Runtime(config)))
+    drafter: Any = registry.build(chosen, drafter_context(config, source, texts=False))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")

@@ -1,7 +1,7 @@
 """Draft sessions in another process: the messages, their server and their client.
 
-    Open, Update    as of `draft.sessions.DraftSessions`; they have no answer
-    Grow          is answered by a `Grew` a level
+    Opening, Update  of `draft.sessions.DraftSessions`; they have no answer
+    Grow             is answered by a `Grew` a level
 
 A growth of several levels continues by itself, a level a pass. Messages come first: its content for a sequence
 calls off the levels that are left of it, so that a rollout ends with the verdict (Mirror Speculative Decoding, section
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Annotated, Any, Literal, NoReturn
-
-from pydantic import Field
+from typing import Any, Literal, NoReturn
 
 from ..core.errors import PacelineError
 from ..core.grammar import Grammar, Matcher
-from ..core.sampling import SamplingParams
 from ..draft.local_sessions import LocalGrowing
 from ..draft.sessions import DraftSessions, Expand, NewNodes, Opening, Pending
 from .clock import Clock, RealClock
@@ -30,43 +27,7 @@ from .serving import Service
 
 LOOK_S = 0.25  # between two looks at a worker that is waited for
 
-Count = Annotated[int, Field(ge=0)]
 MakeMatcher = Callable[[Grammar], Matcher]
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A sequence, in the form of an `Opening`."""
-
-    key: int
-    tokens: list[int]
-    prompt_len: int
-    params: dict[str, Any]  # of `SamplingParams`
-    seed: int
-    sample_index: int
-    max_len: int | None
-    prediction: list[int]
-    sources: list[int] | None
-
-    @staticmethod
-    def of(opening: Opening) -> Open:
-        """Return the message."""
-        o = opening
-        rules = asdict(o.params), o.seed, o.sample_index
-        sources = None if o.sources is None else sorted(o.sources)
-        return Open(o.key, [*o.tokens], o.prompt_len, *rules, o.max_len, [*o.prediction], sources)
-
-    def opening(self, matcher: MakeMatcher | None) -> Opening:
-        """Return its opening; ``matcher`` compiles the request's grammar, where it has one.
-
-        Raises:
-            ConfigError: parameters that no request has.
-        """
-        params = SamplingParams.from_json(self.params)
-        grammar_matcher = None if params.grammar is None or matcher is None else matcher(params.grammar)
-        rules = params, self.seed, self.sample_index, self.max_len
-        sources = None if self.sources is None else frozenset(self.sources)
-        return Opening(self.key, self.tokens, self.prompt_len, *rules, self.prediction, sources, grammar_matcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +54,7 @@ class Update:
     """A call of a method of `DraftSessions` that has no answer."""
 
     method: Literal["reroot", "commit", "close", "forget"]
-    args: tuple[()] | tuple[Count] | tuple[Count, Count | list[Count]]  # the sequence comes first
-
-
-KINDS = Open, Grow, Grew, Update
+    args: tuple[Any, ...]  # the sequence comes first
 
 
 # -- the server
@@ -111,8 +69,6 @@ class DraftService(Service):
         clock: by which levels are timed.
         matcher: compiles a request's grammar; None: drafts follow none.
     """
-
-    kinds = KINDS
 
     def __init__(
         self,
@@ -129,9 +85,11 @@ class DraftService(Service):
         """Do what a message states; growths are left for `work`."""
         if isinstance(message, Grow):
             self._growths.append(LocalGrowing.of(message.asks, message.ticket))
-        elif isinstance(message, Open):
+        elif isinstance(message, Opening):
             self._call_off(message.key)
-            self.sessions.open(message.opening(self._matcher))
+            grammar = message.params.grammar
+            matcher = None if grammar is None or self._matcher is None else self._matcher(grammar)
+            self.sessions.open(replace(message, matcher=matcher))
         else:
             self._call_off(*message.args[:1])
             getattr(self.sessions, message.method)(*message.args)
@@ -192,7 +150,7 @@ class RemoteSessions:
 
     def open(self, opening: Opening) -> None:
         """Implement `DraftSessions`; this and all that follows raises `DraftsLost`."""
-        self._send(Open.of(opening))
+        self._send(replace(opening, matcher=None))  # which the worker makes of the grammar
 
     def reroot(self, key: int, node: int) -> None:
         """Implement `DraftSessions`; calls off the rest of growths of the sequence."""

@@ -16,16 +16,13 @@ from typing import Any
 
 from ..api.llm import LLM
 from ..core.errors import CapabilityError, ConfigError, QueueFull
-from ..core.grammar import Grammar
 from ..core.inference import inference
 from ..core.outputs import Chunk
 from ..core.sampling import SamplingParams
-from ..core.speculation import Speculation
 from ..core.trace import Shown
 from ..engine.live import LiveRequest
 from ..weights import generation
 from .requests import (
-    KINDS,
     Abort,
     Accepted,
     Describe,
@@ -88,8 +85,6 @@ class EngineService(Service):
         llm: with the engine.
     """
 
-    kinds = KINDS
-
     def __init__(self, llm: LLM) -> None:
         self._llm, self._engine = llm, llm.engine
         self._streams: dict[str, _Stream] = {}
@@ -114,10 +109,7 @@ class EngineService(Service):
 
     def _compiles(self, submission: Submit) -> bool:
         """Return whether a request waits for its grammar, which may take a second: steps continue meanwhile."""
-        try:
-            grammar, grammars = Grammar.read(submission.params.get("grammar")), self._engine.grammars
-        except ConfigError:
-            return False  # `_submit` states this
+        grammar, grammars = submission.params.grammar, self._engine.grammars
         if grammar is None or grammar in grammars:
             return False
 
@@ -139,17 +131,15 @@ class EngineService(Service):
 
     def _submit(self, submission: Submit) -> Accepted | Rejected:
         try:
-            params = SamplingParams.from_json(submission.params)
-            chosen = {**(submission.speculation or {}), **({"trace": True} if submission.shows else {})}
             self._engine.submit(
                 submission.ids,
-                params,
+                submission.params,
                 request_id=submission.id,
                 application=submission.application,
                 resume_tokens=submission.resume_tokens,
                 priority=submission.priority,
                 deadline_s=submission.deadline_s,
-                speculation=Speculation(**chosen) if chosen else None,
+                speculation=submission.speculation,
                 admitted=submission.admitted,
                 store=submission.store,
             )
@@ -213,7 +203,6 @@ def description(llm: LLM) -> Description:
         model=config.model,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
-        eos_ids=list(limits.eos_ids),
         applications=sorted(llm.engine.applications),
         tokenizer=None if backend is None else backend.to_str(),
         chat_templates=template if isinstance(template, dict) else {"default": template} if template else {},

@@ -64,7 +64,7 @@ class Begin:
 class Hello:
     """From a worker that is ready."""
 
-    facts: dict[str, str]
+    facts: Facts
     pid: int
     host: str  # where it runs; empty: on this host
     inbox: str  # address of its further messages (`Service.listen`); empty: none
@@ -88,4 +88,3 @@ class Fault:
 
 
 BEGIN = TypeAdapter(Begin)
-GREETINGS = Hello, Refused, Fault

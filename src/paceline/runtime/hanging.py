@@ -28,11 +28,7 @@ class HangLimit:
 
     def seconds(self, rows: int) -> float:
         """For which a frame of so many rows is waited for."""
-        bounds = [_second_longest(recent, rows) for recent in self._recent.values() if len(recent) > 1]
+        each = [sorted(took * max(1.0, rows / its_rows) for its_rows, took in one) for one in self._recent.values()]
+        bounds = [times[-2] for times in each if len(times) > 1]  # a slow outlier does not count
         most = MOST_S + MOST_ROW_S * rows
         return min(most, HANG_S + SLACK * min(bounds)) if bounds else most
-
-
-def _second_longest(recent: deque[tuple[int, float]], rows: int) -> float:
-    """Estimate from these frames what one of so many rows takes at most; a slow outlier does not count."""
-    return sorted(took * max(1.0, rows / its_rows) for its_rows, took in recent)[-2]

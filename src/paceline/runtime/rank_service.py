@@ -7,18 +7,18 @@ Clear      another epoch begins; the rank replies with the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core.errors import RankLost
+from ..core.fields import Values
 from ..core.inference import inference
 from ..kv.store import KVStore
 from ..model.adapters import AdapterConfig, AdapterRange, LowRank
-from ..model.base import ForwardState, KVCache
+from ..model.base import ForwardState
 from ..model.decoder import Decoder
 from ..model.families import linear_shapes
 from ..model.parallel import BEST, LOGITS, NORMED, Run
@@ -31,27 +31,14 @@ class Adapter:
     """Whole adapters, of which each rank takes its part."""
 
     number: int
-    rank: int
-    alpha: float
-    layers: list[int]
-    linears: list[str]
-    values: Tensor  # all of them, in the order of `LowRank.pairs`
-
-    @staticmethod
-    def of(number: int, adapter: LowRank) -> Adapter:
-        """Return adapters as a message."""
-        c = adapter.config
-        values = torch.cat([part.data.reshape(-1) for _, _, *pair in adapter.pairs() for part in pair])
-        return Adapter(number, c.rank, c.alpha, [*c.layers], [*c.linears], values)
+    config: AdapterConfig
+    values: list[Values]  # of `LowRank.parameters`
 
     def build(self, decoder: Decoder) -> LowRank:
         """Return the adapters."""
-        config = AdapterConfig(rank=self.rank, alpha=self.alpha, layers=tuple(self.layers), linears=tuple(self.linears))
-        adapters, at = LowRank(config, linear_shapes(decoder.config), dtype=self.values.dtype), 0
-        for _, _, *pair in adapters.pairs():
-            for part in pair:
-                part.data.copy_(self.values[at : at + part.numel()].view(part.shape))
-                at += part.numel()
+        adapters = LowRank(self.config, linear_shapes(decoder.config), dtype=self.values[0].dtype)
+        for part, value in zip(adapters.parameters(), self.values, strict=True):
+            part.data.copy_(value)
         return adapters
 
 
@@ -60,9 +47,6 @@ class Clear:
     """Nothing that was sent before counts, nor what K and V hold."""
 
     epoch: int
-
-
-KINDS = Run, Adapter, Clear
 
 
 class RankService(Service):
@@ -74,8 +58,6 @@ class RankService(Service):
         kind: their dtype.
         facts: about the target.
     """
-
-    kinds = KINDS
 
     def __init__(self, decoder: Decoder, layout: tuple[int, int, int], kind: torch.dtype, facts: Facts) -> None:
         assert decoder.ranks is not None
@@ -108,27 +90,19 @@ class RankService(Service):
                 self._caches[number].copy_slots(sources, targets)
         adapters = [AdapterRange(start, stop, self._adapters[number]) for number, start, stop in run.adapters]
         try:
-            perform(self.decoder, run, self._cache(run), adapters)
+            decoder = self.decoder
+            hidden = run.hidden if run.tokens is None else decoder.embed_tokens(run.tokens)
+            if run.layers is not None:
+                state = ForwardState(hidden, run.positions, run.slots, decoder.plan(run.segments, run.positions))
+                state.adapters = adapters
+                hidden = decoder.run_layers(state, *run.layers, self._cache(run)).hidden
+            if run.read:
+                rows = hidden[[*run.choice_rows]] if run.choice_rows else hidden
+                {BEST: decoder.best, LOGITS: decoder.read, NORMED: decoder.read_normed}[run.read](rows)
         except RankLost:  # rank 0 sees to it
             return
 
-    def _cache(self, run: Run) -> KVStore | None:
-        if run.cache < 0:
-            return None
+    def _cache(self, run: Run) -> KVStore:
         if run.cache not in self._caches:
-            self._caches[run.cache] = KVStore(*self._layout, run.slots, self._kind, self.decoder.device)
+            self._caches[run.cache] = KVStore(*self._layout, run.pool_slots, self._kind, self.decoder.device)
         return self._caches[run.cache]
-
-
-def perform(decoder: Decoder, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
-    """Do the part of a run that belongs to another rank than 0."""
-    tokens, positions, slots, _, _, choice_rows = run.lists()
-    hidden = decoder.embed_tokens(tokens) if run.embeds else run.hidden
-    if run.start < run.stop:
-        assert cache is not None, "layers without K and V"
-        state = ForwardState(hidden, positions, slots, decoder.plan(run.segments(), positions))
-        state.adapters = adapters
-        hidden = decoder.run_layers(state, run.start, run.stop, cache).hidden
-    if run.read:
-        rows = hidden[choice_rows] if len(choice_rows) else hidden
-        {BEST: decoder.best, LOGITS: decoder.read, NORMED: decoder.read_normed}[run.read](rows)

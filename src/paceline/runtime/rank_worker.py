@@ -24,7 +24,7 @@ from ..weights.files import fingerprint
 from ..weights.source import Source, resolve
 from .handshake import Facts
 from .placement import Placement, cores
-from .rank_service import KINDS, RankService
+from .rank_service import RankService
 from .rank_workers import RankWorkers
 from .remote import Remote, WorkerSpec
 from .workers import TIMEOUTS, end_all
@@ -80,7 +80,6 @@ def _started(
             name=f"{kind} {rank}",
             service=f"{__name__}:{kind}_service",
             options={"options": options_of(config, source), "rank": rank, "memory": memory.path, **facts},
-            kinds=KINDS,
             expected=facts_of(source),
             placement=where,
         )

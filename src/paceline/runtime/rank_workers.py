@@ -29,7 +29,7 @@ CLEAR_S = 60.0  # for its answer to `Clear`, after what it is still at
 
 
 class RankWorkers(Workers):
-    """A `model.parallel.RankLine` to workers, each with a rank.
+    """Workers, each with a rank.
 
     Args:
         workers: of ranks 1, 2, ..
@@ -48,13 +48,17 @@ class RankWorkers(Workers):
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
 
     def wait_ready(self) -> None:
-        """Implement `RankLine`; of one that is lost meanwhile what is in flight does not count anyway."""
+        """Wait until lost ranks have started again; of one that is lost meanwhile what is in flight does not count."""
         while any(worker.line is None for worker in self.workers):
             with suppress(WorkerRestarted):
                 super().wait_ready()
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
-        """Implement `RankLine`; a run that was begun and broken off is lost, too."""
+        """Have the ranks do a run.
+
+        Raises:
+            WorkerRestarted, WorkerFailed: one is not there, or an earlier run was begun and broken off.
+        """
         if self._begun:
             self._begun, self._clear = False, True
             raise WorkerRestarted("a pass of ranks was broken off")
@@ -66,25 +70,26 @@ class RankWorkers(Workers):
             run,
             epoch=self._epoch,
             cache=number,
-            slots=0 if cache is None else cache.k[0].shape[1],
+            pool_slots=0 if cache is None else cache.k[0].shape[1],
             adapters=ranges,
             moves=self._moves,
-            dropped=self._dropped,
+            dropped=[*self._dropped],
         )
         self._begun = True
         self.send_to(self._all, whole)
-        self._moves, self._dropped = [], []
+        self._moves = []
+        self._dropped.clear()
         self.joins.wait(self._limit.seconds(self._rows))
 
     def done(self) -> None:
-        """Implement `RankLine`."""
+        """Note that the ranks have completed the run."""
         self._limit.note(self._rows, time.monotonic() - self._began)
         self._before.clear()
         self._begun = False
         self.runs += 1
 
     def lost(self) -> PacelineError:
-        """Implement `RankLine`."""
+        """Find the ranks that were lost and have them started again; return the error to raise."""
         waited, self._begun, self._clear = time.monotonic() - self._began, False, True
         late = [i for i in self._all if not self.joins.came(i + 1)]
         self.joins.begin(lost=1)
@@ -101,11 +106,11 @@ class RankWorkers(Workers):
         return WorkerRestarted("a rank was lost")
 
     def follow(self, pool: KVPool) -> None:
-        """Implement `RankLine`."""
+        """Have the ranks move what a pool of K and V moves."""
         pool.store = self.followed(pool.tensors, pool)
 
     def followed(self, store: KVStore, cache: KVCache) -> SlotStore:
-        """Implement `RankLine`."""
+        """Return a store whose moves the ranks make, too, in what runs name as ``cache``."""
         return _Followed(store, self, self._number(cache))
 
     # -- what a run names
@@ -113,11 +118,8 @@ class RankWorkers(Workers):
     def _number(self, cache: Any) -> int:
         if cache not in self._caches:
             self._caches[cache] = number = next(self._numbers)
-            finalize(cache, self._dropped_now, number)
+            finalize(cache, self._dropped.append, number)
         return self._caches[cache]
-
-    def _dropped_now(self, number: int) -> None:
-        self._dropped.append(number)
 
     def move(self, cache: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """K and V of these slots are copied before the next run."""
@@ -126,7 +128,7 @@ class RankWorkers(Workers):
     def _sent(self, adapter: LowRank) -> int:
         if adapter not in self._adapters:
             self._adapters[adapter] = number = next(self._numbers)
-            self.send_to(self._all, Adapter.of(number, adapter))
+            self.send_to(self._all, Adapter(number, adapter.config, [part.data for part in adapter.parameters()]))
         return self._adapters[adapter]
 
     # -- faults
@@ -143,7 +145,8 @@ class RankWorkers(Workers):
         self.joins.begin(lost=1)  # whoever is still at a run gives it up
         self.wait_ready()
         self._epoch += 1
-        self._moves, self._dropped = [], []
+        self._moves = []
+        self._dropped.clear()
         self._adapters.clear()
         clear = Clear(self._epoch)
         self.send_to(self._all, clear)

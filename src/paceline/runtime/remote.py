@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ import zmq
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError
 from .clock import Clock, Late, RealClock
-from .handshake import BEGIN, GREETINGS, Begin, Facts, Fault, Hello, Refused, compare
+from .handshake import BEGIN, Begin, Facts, Fault, Hello, Refused, compare
 from .placement import Placement
-from .wire import Codec, Line, MessageError, listening
+from .wire import Line, MessageError, listening
 
 LOOK_S = 0.05  # between two looks at a worker that is well
 LAST_S = 1.0  # for the last message of a process that has ended
@@ -54,7 +54,6 @@ class WorkerSpec:
     name: str
     service: str  # "module:function" that makes a `Service`; called with ``device`` and the options
     options: Mapping[str, Any] = field(default_factory=dict)  # ready for JSON
-    kinds: Sequence[type[Any]] = ()  # the messages of its service
     expected: Facts = Facts()
     placement: Placement = field(default_factory=Placement)
 
@@ -72,7 +71,7 @@ class Handle:
 
     def __init__(self, spec: WorkerSpec, beat_s: float, host: str = "") -> None:
         socket, line = listening(zmq.DEALER, host)
-        self.line = Line(socket, Codec(*GREETINGS, *spec.kinds))
+        self.line = Line(socket)
         self._beats, beats = listening(zmq.PULL, host, last_only=True)
         where = spec.placement
         self.begin = Begin(
@@ -291,7 +290,7 @@ class Remote:
         elif isinstance(hello, Hello):
             try:
                 name = f"{self.spec.name} on {hello.host}" if hello.host else self.spec.name
-                compare(name, self.spec.expected, Facts(**hello.facts))
+                compare(name, self.spec.expected, hello.facts)
             except ConfigError as error:
                 self._refuse(error)
             self.line, self.hello, self._since = handle.line, hello, self._clock.now()

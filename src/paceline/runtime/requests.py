@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..core.outputs import Chunk
+from ..core.params import SamplingParams
+from ..core.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,6 @@ class Description:
     model: str
     max_model_len: int
     vocab_size: int
-    eos_ids: list[int]
     applications: list[str]
     tokenizer: str | None  # the text of tokenizer.json; None: the model has no tokenizer of that kind
     chat_templates: dict[str, str]  # by name; "default" where there is only one
@@ -43,12 +44,12 @@ class Submit:
 
     id: str
     ids: list[int]  # of the prompt
-    params: dict[str, Any]  # fields of `SamplingParams`; the seed is among them
+    params: SamplingParams  # with a seed
     application: str | None
     interval_s: float  # least time between two chunks of a sample, but the last; 0: a chunk a step
     priority: int = 0
     deadline_s: float | None = None
-    speculation: dict[str, Any] | None = None  # fields of `Speculation`
+    speculation: Speculation | None = None
     resume_tokens: list[list[int]] = field(default_factory=list)  # by sample, of a lost engine; not sent again
     shows: Literal["", "origins", "steps"] = ""  # fields of chunks in `Shown`
     admitted: bool = False  # by an engine that was lost: a full queue does not refuse it
@@ -100,6 +101,3 @@ class StatsReply:
 
     id: str
     counters: dict[str, Any]
-
-
-KINDS = Describe, Description, Submit, Abort, Accepted, Rejected, Updates, StatsRequest, StatsReply

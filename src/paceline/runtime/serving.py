@@ -6,8 +6,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -15,14 +14,13 @@ import zmq
 
 from ..core.errors import ConfigError
 from .clock import Late
-from .handshake import GREETINGS, Begin, Facts, Fault, Hello, Refused
-from .wire import Codec, Line, MessageError, connected, use_folder_of
+from .handshake import Begin, Facts, Fault, Hello, Refused
+from .wire import Line, MessageError, connected, use_folder_of
 
 
 class Service:
     """Describe what a worker does."""
 
-    kinds: Sequence[type[Any]]  # messages of both directions
     facts = Facts()
     inbox: Line | None = None  # further messages, which `work` reads
 
@@ -94,7 +92,7 @@ def answer(begin: Begin, host: str = "") -> int:
     use_folder_of(begin.line)
     progress = Progress()
     threading.Thread(target=_beat, args=(begin, progress), daemon=True).start()
-    line = Line(connected(zmq.DEALER, begin.line), Codec(*GREETINGS))
+    line = Line(connected(zmq.DEALER, begin.line))
     try:
         try:
             service: Service = resolve_name(begin.service)(device=begin.device, **begin.options)
@@ -105,8 +103,7 @@ def answer(begin: Begin, host: str = "") -> int:
             traceback.print_exc()
             line.send(Fault(f"{type(error).__name__}: {error}"))
             return 1
-        line.codec = Codec(*GREETINGS, *service.kinds)
-        line.send(Hello(asdict(service.facts), os.getpid(), host, service.listen(host)))
+        line.send(Hello(service.facts, os.getpid(), host, service.listen(host)))
         serve(service, line, progress)
     finally:
         zmq.Context.instance().destroy(linger=1000)

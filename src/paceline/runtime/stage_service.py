@@ -19,9 +19,9 @@ from ..core.inference import inference
 from ..model.stages import Frame, Stage
 from .clock import Late
 from .handshake import Facts
-from .messages import KINDS, Compute, Dropped, Ready, Verdicts, frame_of, message_of
+from .messages import Compute, Dropped, Ready, Verdicts
 from .serving import Service
-from .wire import Codec, Line, connected, listening
+from .wire import Line, connected, listening
 
 
 class StageService(Service):
@@ -32,8 +32,6 @@ class StageService(Service):
         facts: about its weights.
     """
 
-    kinds = KINDS
-
     def __init__(self, stage: Stage, facts: Facts) -> None:
         self.stage, self.facts = stage, facts
         self._out: Line | None = None
@@ -43,7 +41,7 @@ class StageService(Service):
     def listen(self, host: str) -> str:
         """Open the inbox of frames, and return its address."""
         socket, address = listening(zmq.PULL, host)
-        self.inbox = Line(socket, Codec(Compute))
+        self.inbox = Line(socket)
         return address
 
     def handle(self, message: Any) -> Iterable[Any]:
@@ -62,7 +60,7 @@ class StageService(Service):
         if message.out != self._address:
             if self._out is not None:
                 self._out.close()
-            self._out, self._address = Line(connected(zmq.PUSH, message.out), Codec(Compute)), message.out
+            self._out, self._address = Line(connected(zmq.PUSH, message.out)), message.out
         return (Ready(message.epoch),)
 
     @inference
@@ -71,19 +69,19 @@ class StageService(Service):
         if self._computed is not None:
             assert self._out is not None, "an epoch names the next stage"
             (frame, seconds), self._computed = self._computed, None
-            self._out.send(message_of(self.stage.pruned(frame), seconds))
+            self._out.send(Compute(self.stage.pruned(frame), seconds))
             return ()
         assert self.inbox is not None, "it is open once the service runs"
         try:
             message: Compute = self.inbox.receive(0)
         except Late:
             return None
-        if message.epoch != self.stage.epoch:
+        if message.frame.epoch != self.stage.epoch:
             return ()
         began = time.monotonic()
         try:
-            frame = self.stage.run(frame_of(message, self.stage.decoder.device))
+            frame = self.stage.run(message.frame)
         except WorkerRestarted as error:
-            return (Dropped(message.epoch, str(error)),)
+            return (Dropped(message.frame.epoch, str(error)),)
         self._computed = frame, max(message.seconds, time.monotonic() - began)
         return ()

@@ -29,7 +29,6 @@ from ..model.devices import ALL_GPUS, share_devices
 from ..model.stages import Stage
 from ..weights.source import Source, parse_device
 from .handshake import Facts
-from .messages import KINDS
 from .placement import Placement, cores, pin
 from .rank_worker import facts_of, options_of, start_ranks
 from .remote import LocalHandle, Remote, WorkerSpec
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def start_stages(config: LLMConfig, target: LoadedModel, pool: KVPool, hosts: ClusterHosts | None) -> StageWorkers:
+def start_stages(hosts: ClusterHosts | None, config: LLMConfig, target: LoadedModel, pool: KVPool) -> StageWorkers:
     """Start the stages of a target but the last one, which is the coordinator's, and wait until they are ready.
 
     They end with what is returned. Where stages have cores, this process keeps to its own from then on.
@@ -114,7 +113,6 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
         name=f"stage {index}",
         service=f"{__name__}:service",
         options={"options": options, **part},
-        kinds=KINDS,
         expected=_facts(source, bool(config.exact)),
         placement=where,
     )

@@ -24,9 +24,9 @@ from ..core.errors import WorkerRestarted
 from ..model.stages import Frame, Stage
 from . import hanging
 from .clock import Late
-from .messages import Clear, Compute, Dropped, Ready, Verdicts, frame_of, message_of
+from .messages import Clear, Compute, Dropped, Ready, Verdicts
 from .remote import LOOK_S, Remote, WorkerFailed, receive
-from .wire import Codec, Line, connected, listening
+from .wire import Line, connected, listening
 from .workers import Workers
 
 RANKS_S = 2.0  # a stage of ranks is waited for so much longer: it is to name one that hangs first, and end it
@@ -92,7 +92,7 @@ class StageWorkers(Workers):
         super().__init__(workers)
         self.last, self.layers, self.count = last, layers, len(workers) + 1
         socket, self._address = listening(zmq.PULL, host)
-        self._inbox = Line(socket, Codec(Compute))
+        self._inbox = Line(socket)
         self._first = ""  # address of the first stage's frames ..
         self._out: Line | None = None  # .. and the line to it
         self._in_flight = InFlight(self.count)
@@ -115,7 +115,7 @@ class StageWorkers(Workers):
             entering = None
         due = self._in_flight.tick(entering)
         if entering is not None and self._out is not None:
-            self._out.send(message_of(self._embedded(entering)))
+            self._out.send(Compute(self._embedded(entering)))
         if due is None:
             return None
         out = self.last.run(self._arrived(due) if self.workers else due.frame)
@@ -134,10 +134,10 @@ class StageWorkers(Workers):
 
     def _embedded(self, frame: Frame) -> Frame:
         if not frame.rows:
-            return frame
+            return replace(frame, ended=())
         decoder = self.last.decoder
         tokens = torch.tensor([token for part in frame.parts for token in part.tokens], device=decoder.device)
-        return replace(frame, hidden=decoder.embed_tokens(tokens))
+        return replace(frame, hidden=decoder.embed_tokens(tokens), ended=())
 
     def _arrived(self, due: Sent) -> Frame:
         """Wait for the rest of a frame after the stages before the last one."""
@@ -145,7 +145,7 @@ class StageWorkers(Workers):
         while True:
             try:
                 message: Compute = self._inbox.receive(LOOK_S)
-                if message.epoch == self.last.epoch:
+                if message.frame.epoch == self.last.epoch:
                     break
             except Late:  # the stages are looked at, and the frame is waited for again
                 self.look()
@@ -154,7 +154,7 @@ class StageWorkers(Workers):
                 self._too_late(due.rows, waited)
         self._in_flight.came(message.seconds)
         self._limit.note(due.rows, max(time.monotonic() - began, message.seconds * len(self.workers)))
-        return replace(frame_of(message, self.last.decoder.device), ended=due.frame.ended)
+        return replace(message.frame, ended=due.frame.ended)
 
     def _too_late(self, rows: int, waited: float) -> NoReturn:
         """Raise as `tick`; the stage that is at its work, or silent, for longest hangs."""
@@ -222,7 +222,7 @@ class StageWorkers(Workers):
         if self.workers and inboxes[0] != self._first:
             if self._out is not None:
                 self._out.close()
-            self._out, self._first = Line(connected(zmq.PUSH, inboxes[0]), Codec(Compute)), inboxes[0]
+            self._out, self._first = Line(connected(zmq.PUSH, inboxes[0])), inboxes[0]
         self._waits = set(range(len(self.workers)))
         for index, out in enumerate(inboxes[1:]):
             self.send_to([index], Clear(self.last.epoch, out))

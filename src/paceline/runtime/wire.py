@@ -1,7 +1,7 @@
 """Messages between processes: dataclasses over sockets of ZeroMQ; between hosts CURVE encrypts and authenticates them.
 
-A message is a part of JSON with its class and the dtype and shape of each tensor, a part of JSON with its other fields,
-and each tensor's memory as a part of its own.
+A message has three parts: its class, its fields in JSON, which are checked by their types, and the memory of its
+tensors (`core.fields`).
 """
 
 from __future__ import annotations
@@ -9,90 +9,77 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
-from dataclasses import fields
+from dataclasses import is_dataclass
+from functools import cache
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, get_type_hints
+from types import GenericAlias
+from typing import Any
 
 import zmq
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 from pydantic_core import to_json
-from typing_extensions import TypedDict
 
 from ..core.errors import ConfigError, PacelineError
 from .clock import Late
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 SPIN_S = 0.005  # for which a message is looked for before its receiver sleeps: a stage's pass on a small model
 LINGER_MS = 200  # for which what was sent may still leave after its socket was closed
-_HEAD: TypeAdapter[tuple[str, list[tuple[str, list[int]]]]] = TypeAdapter(tuple[str, list[tuple[str, list[int]]]])
+ALIGNED = 8  # bytes of the largest number of a tensor
 _NUMBERS = count()
 _FOLDER: list[str] = []  # of sockets, once there is one
 
 
 class MessageError(PacelineError):
-    """Parts that are not a message of the kinds that are expected."""
+    """Parts that are not a message."""
 
 
-class Codec:
-    """Messages of some dataclasses as parts, and back.
+def encode(message: Any) -> list[bytes | bytearray]:
+    """Return the parts of a message, a dataclass of plain data and tensors."""
+    memory = bytearray()
 
-    Fields whose type hint is ``Tensor`` are sent as they are; all others as JSON, checked by their type hints.
+    def plain(value: Any) -> Any:
+        """Return what JSON has in place of a slice, a tensor or a sequence of another type."""
+        if isinstance(value, slice):
+            return value.start, value.stop
+        if not hasattr(value, "detach"):
+            return [*value]
+        import torch  # which has been imported
+
+        at = len(memory)
+        memory.extend(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        memory.extend(bytes(-len(memory) % ALIGNED))
+        return str(value.dtype).removeprefix("torch."), [*value.shape], at
+
+    kind, fields = type(message), to_json((message,), fallback=plain, inf_nan_mode="constants")
+    return [f"{kind.__module__}:{kind.__name__}".encode(), fields, memory]
+
+
+def decode(parts: list[Any]) -> Any:
+    """Return the message of these parts, whose memory its tensors share.
+
+    Raises:
+        MessageError: they are not a message.
     """
-
-    def __init__(self, *kinds: type[Any]) -> None:
-        self._kinds = {kind.__name__: (kind, *_fields(kind)) for kind in kinds}
-
-    def encode(self, message: Any) -> list[Any]:
-        """Return a message's parts; its tensors must not change until they are sent."""
-        name = type(message).__name__
-        _, _, plain, named = self._kinds[name]
-        tensors = [getattr(message, field).detach().cpu().contiguous() for field in named]
-        head = name, [(str(tensor.dtype).removeprefix("torch."), [*tensor.shape]) for tensor in tensors]
-        values = to_json({field: getattr(message, field) for field in plain}, inf_nan_mode="constants")
-        return [to_json(head), values, *map(_raw, tensors)]
-
-    def decode(self, parts: list[Any]) -> Any:
-        """Return the message of these parts, whose memory its tensors share.
-
-        Raises:
-            MessageError: they are not a message of one of the kinds.
-        """
-        try:
-            name, described = _HEAD.validate_json(bytes(parts[0]))
-            kind, adapter, _, named = self._kinds[name]
-            values = adapter.validate_json(bytes(parts[1]))
-            tensors = [_tensor(raw, *one) for raw, one in zip(parts[2:], described, strict=True)]
-            return kind(**values, **dict(zip(named, tensors, strict=True)))
-        except (ValidationError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-            raise MessageError(f"a message cannot be read: {' '.join(str(error).split())[:200]}") from None
+    try:
+        kind, fields, memory = parts
+        return _adapter(bytes(kind).decode()).validate_json(bytes(fields), context=memory)[0]
+    except Exception as error:  # what the fields' types raise
+        raise MessageError(f"a message cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
-def _fields(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], list[str]]:
-    """Return what checks a message's fields that are not tensors, their names, and those of the tensors."""
-    named = [field.name for field in fields(kind) if field.type == "Tensor"]
-    hints = get_type_hints(kind, localns={"Tensor": Any}, include_extras=True)
-    plain = {field.name: hints[field.name] for field in fields(kind) if field.name not in named}
-    make: Any = TypedDict
-    shape = make(kind.__name__, plain)
-    shape.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")
-    return TypeAdapter(shape), [*plain], named
-
-
-def _raw(tensor: Tensor) -> bytes:
-    import torch
-
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().tobytes()
-
-
-def _tensor(raw: Any, dtype: str, shape: list[int]) -> Tensor:
-    import torch
-
-    kind = getattr(torch, dtype)
-    return torch.frombuffer(raw, dtype=kind).view(shape) if len(raw) else torch.empty(shape, dtype=kind)
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    """Return what checks the fields of a class of a module that is loaded."""
+    module, _, own = name.partition(":")
+    kind = getattr(sys.modules[module], own)
+    if not is_dataclass(kind):
+        raise TypeError(f"{name} is not a dataclass")
+    return TypeAdapter(
+        GenericAlias(tuple, kind), config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
+    )
 
 
 class Line:
@@ -100,17 +87,16 @@ class Line:
 
     Args:
         socket: connected, or bound.
-        codec: of the messages of both directions.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], codec: Codec) -> None:
-        self.socket, self.codec = socket, codec
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message.
 
         Args:
-            message: of one of the codec's kinds.
+            message: a dataclass.
             timeout: seconds to wait for room; None: no limit.
 
         Raises:
@@ -118,7 +104,7 @@ class Line:
         """
         if not self.socket.poll(_ms(timeout), zmq.POLLOUT):
             raise Late("the other end takes no message in time")
-        self.socket.send_multipart(self.codec.encode(message))
+        self.socket.send_multipart(encode(message))
 
     def receive(self, timeout: float | None = None, beside: Line | None = None) -> Any:
         """Return the next message.
@@ -129,7 +115,7 @@ class Line:
 
         Raises:
             Late: none arrived in time.
-            MessageError: what arrived is not a message of these kinds.
+            MessageError: what arrived is not a message.
         """
         if timeout != 0 and not self._arrives(timeout, beside):
             raise Late("no message arrived in time")
@@ -137,7 +123,7 @@ class Line:
             parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             raise Late("no message arrived in time") from None
-        return self.codec.decode([part.buffer for part in parts])
+        return decode([part.buffer for part in parts])
 
     def _arrives(self, timeout: float | None, beside: Line | None) -> bool:
         sockets = [(line.socket, zmq.POLLIN) for line in (self, beside) if line is not None]

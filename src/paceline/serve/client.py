@@ -25,7 +25,6 @@ from ..runtime.handshake import Fault
 from ..runtime.placement import Placement
 from ..runtime.remote import Remote, Timeouts, WorkerSpec
 from ..runtime.requests import (
-    KINDS,
     Abort,
     Accepted,
     Describe,
@@ -120,7 +119,6 @@ class EngineClient:
             name="engine",
             service="paceline.runtime.engine_worker:service",
             options={"options": {name: value for name, value in options.items() if name != "device"}},
-            kinds=KINDS,
             placement=Placement(device=options["device"]),
         )
         self._worker = Remote(spec, TIMEOUTS)
@@ -211,9 +209,9 @@ class EngineClient:
         """
         if not self.ready:
             raise self._down()
-        if submission.params.get("seed") is None:
-            submission = replace(submission, params={**submission.params, "seed": secrets.randbits(63)})
-        one = OpenRequest(submission, tokens=[[] for _ in range(submission.params.get("n", 1))])
+        if submission.params.seed is None:
+            submission = replace(submission, params=replace(submission.params, seed=secrets.randbits(63)))
+        one = OpenRequest(submission, tokens=[[] for _ in range(submission.params.n)])
         self._open[submission.id] = one
         self._send(submission)
         try:

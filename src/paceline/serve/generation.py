@@ -21,6 +21,8 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.outputs import Chunk, Logprob
+from ..core.params import SamplingParams
+from ..core.speculation import Speculation
 from ..runtime.requests import Description, Submit
 from .client import STUCK_S, EngineClient, EngineDown, OpenRequest, TooMany
 from .config import ServeConfig
@@ -113,8 +115,8 @@ class Answer:
     def __init__(self, server: Server, one: OpenRequest, streams: bool, begun: float) -> None:
         self.submission, self.prompt_tokens = one.submission, len(one.submission.ids)
         self.model = one.submission.application or server.model  # its name for clients
-        self.samples: int = one.submission.params.get("n", 1)
-        self.name = f"{one.submission.params['seed']:x}{time.time_ns():x}"  # of the answer
+        self.samples = one.submission.params.n
+        self.name = f"{one.submission.params.seed:x}{time.time_ns():x}"  # of the answer
         self.completion_tokens = 0
         self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -183,7 +185,7 @@ def usage(answers: list[Answer]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if any((a.submission.speculation or {}).get("prediction") for a in answers):
+    if any(a.submission.speculation is not None and a.submission.speculation.prediction for a in answers):
         read = [a.stats.get("sources", {}).get("prediction", {}) for a in answers]
         drafted, accepted = (sum(one.get(name, 0) for one in read) for name in ("drafted", "accepted"))
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
@@ -224,20 +226,20 @@ async def begin(
     for name, most in bounds.items():
         if params.get(name, 0) > most:
             raise APIError(400, f"{name} must be {most} or less", name, "invalid_value")
-    speculation = (body.drafting() or {}) | ({} if prediction is None else {"prediction": prediction})
-    submit = Submit(
-        secrets.token_hex(12),
-        ids,
-        {**described.sampling, **params},
-        server.application(body.model),
-        0.0 if body.stream else WHOLE_INTERVAL_S,
-        priority=body.priority,
-        deadline_s=config.request_s,
-        speculation=speculation or None,
-        store=body.store is not False,
-        shows=body.shows(),
-    )
+    speculation = body.drafting() | ({} if prediction is None else {"prediction": prediction})
     try:
+        submit = Submit(
+            secrets.token_hex(12),
+            ids,
+            SamplingParams(**{**described.sampling, **params}),
+            server.application(body.model),
+            0.0 if body.stream else WHOLE_INTERVAL_S,
+            priority=body.priority,
+            deadline_s=config.request_s,
+            speculation=Speculation(**speculation) if speculation else None,
+            store=body.store is not False,
+            shows=body.shows(),
+        )
         return Answer(server, await server.client.submit(submit), bool(body.stream), begun)
     except ConfigError as error:
         raise APIError(400, str(error), field_of(place, error), "invalid_value") from error

@@ -105,7 +105,6 @@ class Sampling(SamplingFields, Ignored):
     """The options that all requests for generation share."""
 
     model: str | None = None
-    logit_bias: dict[int, float] | None = None
     return_token_ids: bool | None = None
     speculation: bool | SpeculationChoice | None = None  # false: nothing is drafted
     response_format: ResponseFormat | None = None
@@ -125,11 +124,12 @@ class Sampling(SamplingFields, Ignored):
             raise APIError(400, message, "prompt_logprobs", "invalid_value")
         return self
 
-    def drafting(self) -> dict[str, Any] | None:
-        """Return the fields of `Speculation` that were set; None: none."""
+    def drafting(self) -> dict[str, Any]:
+        """Return the fields of `Speculation` that were set."""
         if self.speculation is None or isinstance(self.speculation, bool):
-            return {"enabled": False} if self.speculation is False else None
-        return self.speculation.model_dump(exclude_none=True, exclude={"provenance", "trace"}) or None
+            return {"enabled": False} if self.speculation is False else {}
+        fields = self.speculation.model_dump(exclude_none=True, exclude={"provenance", "trace"})
+        return fields | ({"trace": True} if self.shows() else {})
 
     def shows(self) -> Literal["", "origins", "steps"]:
         """Return the fields of `Submit.shows`."""
@@ -140,8 +140,6 @@ class Sampling(SamplingFields, Ignored):
     def sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were set."""
         options = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
-        if self.logit_bias:
-            options["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         grammar = grammar_of(self.response_format, self.structured_outputs)
         return options | ({"grammar": grammar} if grammar is not None else {})
 

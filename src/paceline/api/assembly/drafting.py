@@ -18,22 +18,20 @@ from ...model.applications import locate, rows_beside
 from ...weights import zoo
 from ...weights.source import Source, parse_device, resolve, resolve_folder
 from ..config import LLMConfig
-from .models import LoadedModel, load_source, load_track, stage_devices
-from .runtime import Runtime
+from .models import LoadedModel, load_source, load_track, stage_devices, start
 
 
 def _load_drafts(
     config: LLMConfig,
     texts: bool,
     auto: torch.dtype,
-    runtime: Runtime | None,
     name: str,
     dtype: str,
     processes: int = 1,
 ) -> LoadedModel:
     """Load a model that a drafter runs, as the target was loaded.
 
-    ``auto`` is what dtype "auto" means, and ``runtime`` starts all but this one of its ``processes``.
+    ``auto`` is what dtype "auto" means. All but this one of its ``processes`` are started.
     """
     draft_dtype = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
     revision = config.revision if name == config.model else None
@@ -44,12 +42,11 @@ def _load_drafts(
     if source.shape.tracks != processes:
         wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is not a draft of tracks"
         raise ConfigError(subject, wrong, "give as many processes as tracks, or leave processes out")
-    if runtime is None or parse_device(config.device).type != "cpu":
-        wrong = "processes share a draft's tracks on CPUs, next to an engine"
+    if parse_device(config.device).type != "cpu":
+        wrong = "processes share a draft's tracks on CPUs"
         raise CapabilityError(subject, wrong, "leave processes out")
-    tokenizer, ranks = source.tokenizer(texts), runtime.start_tracks(config, source)
+    tokenizer, ranks = source.tokenizer(texts), start("rank_worker:start_tracks", config, source)
     decoder = load_track(config, source, ranks)
-    assert ranks.line is not None, "rank 0 has the line to the others"
     ranks.line.start()
     return LoadedModel(source, decoder, tokenizer)
 
@@ -79,33 +76,24 @@ def _of_the_zoo(model: str, kind: str) -> str:
     return weights
 
 
-def build_drafter(
-    config: LLMConfig, target: LoadedModel, beside: int, runtime: Runtime | None = None
-) -> Drafter | None:
+def build_drafter(config: LLMConfig, target: LoadedModel, beside: int) -> Drafter | None:
     """Build the drafter that the configuration names; None: it names none.
 
-    Applications have at most ``beside`` rows next to each of theirs, and ``runtime`` starts the processes of a draft's
-    tracks.
+    Applications have at most ``beside`` rows next to each of theirs.
     """
     chosen = drafter_of(config)
     if chosen is None:
         return None
-    return registry.build(chosen, drafter_context(config, target.source, beside, runtime=runtime))
+    return registry.build(chosen, drafter_context(config, target.source, beside))
 
 
-def drafter_context(
-    config: LLMConfig,
-    target: Source,
-    beside: int = 0,
-    texts: bool = True,
-    runtime: Runtime | None = None,
-) -> DrafterContext:
-    """Return what a drafter may use while it is built; ``beside`` and ``runtime`` as of `build_drafter`.
+def drafter_context(config: LLMConfig, target: Source, beside: int = 0, texts: bool = True) -> DrafterContext:
+    """Return what a drafter may use while it is built; ``beside`` as of `build_drafter`.
 
     Without ``texts`` the vocabulary of tokenizers is enough.
     """
     return DrafterContext(
-        load_model=partial(_load_drafts, config, texts, target.dtype, runtime),
+        load_model=partial(_load_drafts, config, texts, target.dtype),
         dtype=target.dtype,
         device=parse_device(stage_devices(config)[-1]),
         find=partial(resolve_folder, offline=config.offline),

@@ -27,14 +27,14 @@ from .models import (
     load_source,
     own_layers,
     share_of,
+    start,
 )
-from .runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 
-def load_target(config: LLMConfig, source: Source, runtime: Runtime | None = None) -> LoadedModel:
-    """Load the target; ``runtime`` starts its other ranks, where it has some.
+def load_target(config: LLMConfig, source: Source) -> LoadedModel:
+    """Load the target, and start its other ranks, where it has some.
 
     Everything that can be checked without the weights is checked before they are read.
     """
@@ -47,15 +47,14 @@ def load_target(config: LLMConfig, source: Source, runtime: Runtime | None = Non
     layers = own_layers(config, source.shape)
     if config.tensor_parallel > 1:
         share_of(config, source, 0)
-        assert runtime is not None, "ranks need a runtime"
         tokenizer, part = source.tokenizer(), TargetPart(layers)
-        decoder = load_ranks(config, source, part, runtime.start_ranks(config, source, part))
+        decoder = load_ranks(config, source, part, start("rank_worker:start_ranks", config, source, part))
         return LoadedModel(source, decoder, tokenizer)
     return load_source(config, source, exact_layers(config, source), layers)
 
 
-def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> Engine:
-    """Build drafter, pool, budget, round and engine over a loaded target.
+def build_engine(config: LLMConfig, target: LoadedModel, hosts: Any = None) -> Engine:
+    """Build drafter, pool, budget, round and engine over a loaded target, with workers on ``hosts``.
 
     Raises:
         ConfigError: a part that is not available, or parts that do not fit together.
@@ -64,7 +63,7 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
     folders = locate(config.applications or {}, config.offline)
     applications = load_applications(folders, decoder, source.name, source.folder)
     beside = max([0, *(application.rows for application in applications.values())])
-    drafter = build_drafter(config, target, beside, runtime)
+    drafter = build_drafter(config, target, beside)
     if drafter is not None:
         round_of(config.round, drafter.spec)  # before anything is allocated or started
     if decoder.ranks is not None and drafter is not None and drafter.spec.scratch:
@@ -93,9 +92,12 @@ def build_engine(config: LLMConfig, target: LoadedModel, runtime: Runtime) -> En
     find, trained = partial(resolve_folder, offline=config.offline), partial(zoo.weights, model=config.model)
     origin = ModelOrigin(source.name, source.folder, find, trained)
     parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
-    parts |= {"origin": origin, "serve": partial(runtime.start_drafter, config, source, pool.num_tokens)}
+    parts |= {
+        "origin": origin,
+        "serve": partial(start, "draft_worker:start_drafter", hosts, config, source, pool.num_tokens),
+    }
     if config.pipeline is not None:
-        parts["start"] = partial(runtime.start_stages, config, target, pool)
+        parts["start"] = partial(start, "stage_worker:start_stages", hosts, config, target, pool)
     round_ = make_round(config.round, **parts)
     shape = decoder.config
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)

@@ -54,10 +54,14 @@ class TargetPart:
     ends: bool = True  # whether embedding, final norm and head are there, too
 
 
+def start(name: str, *arguments: Any) -> Any:
+    """Call a function of `paceline.runtime` that starts processes, which is imported when it is needed."""
+    return resolve_name(f"paceline.runtime.{name}")(*arguments)
+
+
 def load_ranks(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks) -> Decoder:
     """Load rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
     decoder = load_part(config, source, part, ranks)
-    assert ranks.line is not None, "rank 0 has the line to the others"
     ranks.line.start()
     return decoder
 

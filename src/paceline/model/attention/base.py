@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...core.fields import Slots, Values
+
 # Exact attention reads whole buckets of keys, so it may look past a sequence's last slot.
 PADDING_SLOTS = 64
 
@@ -28,11 +30,11 @@ class Segment:
 
     start: int  # first row of the segment in the packed batch
     stop: int  # one past its last row
-    keys: slice | Tensor  # slots of all visible keys in logical order: a slice where contiguous, else int64 [keys]
+    keys: Slots  # slots of all visible keys in logical order: a slice where contiguous, else int64 [keys]
     num_keys: int  # prefix + block length
     prefix: int  # leading keys that every row sees (their positions are 0 .. prefix - 1)
-    visible: Tensor | None  # [rows, num_keys - prefix] bool; None: a chain, row i sees block keys 0 .. i
-    positions: Tensor | None  # [num_keys - prefix] int64 positions of the block's keys; None: prefix + arange
+    visible: Values | None  # [rows, num_keys - prefix] bool; None: a chain, row i sees block keys 0 .. i
+    positions: Values | None  # [num_keys - prefix] int64 positions of the block's keys; None: prefix + arange
 
 
 @dataclass(frozen=True, slots=True)
