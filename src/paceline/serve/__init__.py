@@ -6,7 +6,6 @@ texts       text to ids: tokenization and chat templates
 generation  `begin`: one request, an async iterator of deltas; every endpoint that generates stands on it
 http        bodies, errors and event streams
 guard       hosts, keys, sizes
-acceptance  counts of speculation
 metrics     times of requests and all counters, for Prometheus
 answers     `Reply`: whole and streamed answers of every endpoint; `Choices`, those of chat and completions
 chat, completions, messages, responses, models   endpoints

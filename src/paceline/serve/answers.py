@@ -12,10 +12,9 @@ from typing import Any
 from starlette.responses import Response
 
 from ..core.outputs import Chunk
-from .acceptance import add_shown
 from .generation import Answer, usage
 from .http import APIError, EventStream, Write, event, json_response
-from .schemas import Sampling
+from .schemas import Sampling, SpeculationChoice
 
 Event = Mapping[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -83,6 +82,22 @@ class Reply:
     def _abort(self) -> None:
         for answer in self.answers:
             answer.abort()
+
+
+def add_shown(into: dict[str, Any], choice: bool | SpeculationChoice | None, chunk: Chunk) -> None:
+    """Add to an answer the sources of a chunk's tokens, where the request sets ``provenance`` or ``trace``.
+
+    ``provenance``: of each token its text, who drafted it (null: it is the target's own choice) and how deep in the
+    draft it was. ``trace``: of each step the tree, the accepted path, what the budget chose, and times.
+    """
+    if chunk.shown is None or not isinstance(choice, SpeculationChoice):
+        return
+    if choice.provenance:
+        names = ("token", "source", "depth")
+        origins = (dict(zip(names, one, strict=True)) for one in chunk.shown.origins)
+        into.setdefault("provenance", []).extend(origins)
+    if choice.trace:
+        into.setdefault("trace", []).extend(chunk.shown.steps or ())
 
 
 Choice = dict[str, Any]

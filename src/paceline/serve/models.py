@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..core.errors import ConfigError
-from .acceptance import acceptance
 from .client import EngineDown
 from .generation import Server, field_of
 from .http import APIError, json_response
@@ -96,11 +95,11 @@ async def load(request: Request) -> Response:
 
 @router.get("/v1/speculation")
 async def speculation(request: Request) -> Response:
-    """Return how the server drafts, and how much of it was accepted."""
+    """Return how the server drafts, and the engine's counters."""
     counters = await _counters(request)
     drafts = dict(_server(request).described.speculation)
     drafts["off_reason"] = counters["speculation"]["failure"] or drafts["off_reason"]
-    return json_response({**drafts, **acceptance(counters), "engine": counters})
+    return json_response({**drafts, "engine": counters})
 
 
 async def _counters(request: Request) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ..core.outputs import Chunk
-from .acceptance import add_shown
-from .answers import Event, Reply
+from .answers import Event, Reply, add_shown
 from .chat import begin_chat
 from .generation import Answer, Server, usage
 from .http import APIError, Strict, checked
