@@ -27,9 +27,9 @@ from ..model.applications import locate, rows_beside
 from ..model.decoder import Decoder
 from ..weights import generation, zoo
 from ..weights.source import Source, reader_of
-from .assembly.engine import build_engine, check_shared, load_target
+from .assembly.engine import build_engine, load_target
 from .assembly.models import LoadedModel, start
-from .config import LLMConfig, config_of
+from .config import TARGET_OPTIONS, LLMConfig, config_of
 from .options import AUTO_DRAFTER
 
 Message = Mapping[str, Any]  # {"role": .., "content": ..}
@@ -86,11 +86,13 @@ class LLM:
         """Another one's target, if it is what this one's configuration requests."""
         if not isinstance(other, LLM):
             raise ConfigError(f"LLM(..., share={shown(other)})", "it is not an LLM", "give one of the same target")
-        check_shared(self.config, other.config)
-        for name, none in (("pipeline", None), ("tensor_parallel", 1)):
-            if (subject := getattr(self.config, name)) != none:
-                wrong = "its layers lie in processes that serve one engine"
-                raise ConfigError(f"LLM(..., share=..., {name}={shown(subject)})", wrong, "leave share out")
+        for name in TARGET_OPTIONS:
+            mine, theirs = getattr(self.config, name), getattr(other.config, name)
+            subject, remedy = f"LLM(..., share=..., {name}={shown(mine)})", "leave share out"
+            if mine != theirs:
+                raise ConfigError(subject, f"the shared target was loaded with {shown(theirs)}", remedy)
+            if (name == "pipeline" and mine is not None) or (name == "tensor_parallel" and mine > 1):
+                raise ConfigError(subject, "its layers lie in processes that serve one engine", remedy)
         return other._target
 
     @property

@@ -14,7 +14,7 @@ Source: SpecPipe, section 3.3 and algorithm 1.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -153,12 +153,6 @@ class Stage:
         self._told.pop(request, None)
         self._closed.add(request)
 
-    def end(self, requests: Iterable[int]) -> None:
-        """Forget these requests, of which no further frame comes."""
-        for request in requests:
-            self._told.pop(request, None)
-            self._closed.discard(request)
-
     def forget(self, epoch: int) -> None:
         """Begin a new epoch: frames of others are nothing, and no request is known."""
         self.epoch, self._told, self._closed = epoch, {}, set()
@@ -170,7 +164,9 @@ class Stage:
         for sources, targets in frame.moves:
             self._moved.copy_slots(sources, targets)
         frame = self.pruned(frame)
-        self.end(frame.ended)
+        for request in frame.ended:  # no further frame comes of them
+            self._told.pop(request, None)
+            self._closed.discard(request)
         if not frame.rows:
             return replace(frame, hidden=None)
         state = self._state(frame)

@@ -52,4 +52,3 @@ class Verdicts:
 
     survivors: list[tuple[int, int, list[int]]] = field(default_factory=list)  # request, version, nodes that are left
     closed: list[int] = field(default_factory=list)  # requests that ended
-    ended: list[int] = field(default_factory=list)  # of which no frame is in flight any more

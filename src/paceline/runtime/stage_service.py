@@ -51,7 +51,6 @@ class StageService(Service):
                 self.stage.tell(request, version, frozenset(alive))
             for request in message.closed:
                 self.stage.close(request)
-            self.stage.end(message.ended)
             return ()
         self.stage.forget(message.epoch)
         self._computed, ranks = None, self.stage.decoder.ranks

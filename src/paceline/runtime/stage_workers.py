@@ -119,8 +119,6 @@ class StageWorkers(Workers):
         if due is None:
             return None
         out = self.last.run(self._arrived(due) if self.workers else due.frame)
-        if due.frame.ended:
-            self._send_all(Verdicts(ended=[*due.frame.ended]))
         if out.rows:
             self._before.clear()
             self._late = 0
@@ -134,10 +132,10 @@ class StageWorkers(Workers):
 
     def _embedded(self, frame: Frame) -> Frame:
         if not frame.rows:
-            return replace(frame, ended=())
+            return frame
         decoder = self.last.decoder
         tokens = torch.tensor([token for part in frame.parts for token in part.tokens], device=decoder.device)
-        return replace(frame, hidden=decoder.embed_tokens(tokens), ended=())
+        return replace(frame, hidden=decoder.embed_tokens(tokens))
 
     def _arrived(self, due: Sent) -> Frame:
         """Wait for the rest of a frame after the stages before the last one."""
@@ -154,7 +152,7 @@ class StageWorkers(Workers):
                 self._too_late(due.rows, waited)
         self._in_flight.came(message.seconds)
         self._limit.note(due.rows, max(time.monotonic() - began, message.seconds * len(self.workers)))
-        return replace(message.frame, ended=due.frame.ended)
+        return message.frame
 
     def _too_late(self, rows: int, waited: float) -> NoReturn:
         """Raise as `tick`; the stage that is at its work, or silent, for longest hangs."""

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from ...core.errors import CapabilityError, ConfigError
+from ...core.errors import CapabilityError
 from ...engine.base import ModelOrigin
 from ...engine.engine import Engine, EngineLimits
 from ...engine.grammar import Grammars
@@ -16,7 +16,7 @@ from ...engine.tokens import texts_of
 from ...model.applications import load_applications, locate
 from ...weights import zoo
 from ...weights.source import Source, resolve_folder
-from ..config import TARGET_OPTIONS, LLMConfig
+from ..config import LLMConfig
 from .drafting import build_drafter, drafter_of, make_budget
 from .memory import kv_layout, make_pool, model_length, pool_tokens
 from .models import (
@@ -103,19 +103,3 @@ def build_engine(config: LLMConfig, target: LoadedModel, hosts: Any = None) -> E
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)
     grammars = Grammars(target.tokenizer, shape.vocab_size, shape.eos_ids)
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications, grammars)
-
-
-def check_shared(config: LLMConfig, other: LLMConfig) -> None:
-    """Refuse to run one configuration on the target that was loaded for another.
-
-    Raises:
-        ConfigError: they differ in an option on which the target depends.
-    """
-    for name in TARGET_OPTIONS:
-        mine, theirs = getattr(config, name), getattr(other, name)
-        if mine != theirs:
-            raise ConfigError(
-                f"LLM(..., share=...) with {name}={mine!r}",
-                f"the shared target was loaded with {theirs!r}",
-                "give the same, or leave share out",
-            )
