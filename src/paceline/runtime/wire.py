@@ -77,9 +77,8 @@ def _adapter(name: str) -> TypeAdapter[Any]:
     kind = getattr(sys.modules[module], own)
     if not is_dataclass(kind):
         raise TypeError(f"{name} is not a dataclass")
-    return TypeAdapter(
-        GenericAlias(tuple, kind), config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
-    )
+    alone: Any = GenericAlias(tuple, kind)  # a dataclass itself takes no configuration
+    return TypeAdapter(alone, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
 
 
 class Line:
