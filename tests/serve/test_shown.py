@@ -64,8 +64,7 @@ def test_metrics_and_speculation_of_a_live_server(server: LiveServer) -> None:
     off = {"state": "off: nothing of any request is kept, and nothing is learned"}
     assert found["engine"]["speculation"]["learning"] == off
     assert found["max_nodes"] == 8 and found["engine"]["speculation"]["sources"] == ["ngram", "suffix"]
-    stats = found["engine"]["stats"]
-    assert stats["accepted"] == values["vllm:spec_decode_num_accepted_tokens_total", None]
+    assert (stats := found["engine"]["stats"])["accepted"] == values["vllm:spec_decode_num_accepted_tokens_total", None]
     assert sum(part["accepted"] for part in stats["sources"].values()) == stats["accepted"] > 0
 
 

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError, RankLost
-from ..core.fields import Slots, Values
 from ..weights.names import Piece
 from .adapters import AdapterRange, LowRank
 from .attention.base import Segment
 from .base import KVCache
 from .families import FAMILIES, DecoderConfig, linear_shapes
+from .fields import Slots, Values
 from .joins import Collectives
 from .linear import Quant
 

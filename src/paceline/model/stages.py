@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ..core.fields import Slots, Values
 from ..kv.ledger import SlotStore
 from ..kv.store import KVStore
 from .applications import Application, adapter_ranges
 from .attention.base import slot_indices
 from .base import ForwardState, LayerCache
 from .decoder import Decoder
+from .fields import Slots, Values
 from .packing import RowPacker
 
 LOOK_S = 1e-4  # between two looks for a late level

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ..core.errors import RankLost
-from ..core.fields import Values
 from ..core.inference import inference
 from ..kv.store import KVStore
 from ..model.adapters import AdapterConfig, AdapterRange, LowRank
 from ..model.base import ForwardState
 from ..model.decoder import Decoder
 from ..model.families import linear_shapes
+from ..model.fields import Values
 from ..model.parallel import BEST, LOGITS, NORMED, Run
 from .handshake import Facts
 from .serving import Service

@@ -1,7 +1,7 @@
 """Messages between processes: dataclasses over sockets of ZeroMQ; between hosts CURVE encrypts and authenticates them.
 
 A message has three parts: its class, its fields in JSON, which are checked by their types, and the memory of its
-tensors (`core.fields`).
+tensors (`model.fields`).
 """
 
 from __future__ import annotations

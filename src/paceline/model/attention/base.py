@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...core.fields import Slots, Values
+from ..fields import Slots, Values
 
 # Exact attention reads whole buckets of keys, so it may look past a sequence's last slot.
 PADDING_SLOTS = 64
