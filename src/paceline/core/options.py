@@ -30,9 +30,9 @@ class IsNumber:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the check, followed by pydantic's own."""
-        own = handler(source)
-        checked = core_schema.chain_schema([core_schema.is_instance_schema((int, float)), own])
-        return core_schema.json_or_python_schema(own, checked)
+        plain = handler(source)
+        checked = core_schema.chain_schema([core_schema.is_instance_schema((int, float)), plain])
+        return core_schema.json_or_python_schema(plain, checked)
 
 
 _LIMITS = {  # pydantic's name of a broken bound -> the bound in its context, and our words

@@ -73,8 +73,8 @@ def decode(parts: list[Any]) -> Any:
 @cache
 def _adapter(name: str) -> TypeAdapter[Any]:
     """Return what checks the fields of a class of a module that is loaded."""
-    module, _, own = name.partition(":")
-    kind = getattr(sys.modules[module], own)
+    module, _, part = name.partition(":")
+    kind = getattr(sys.modules[module], part)
     if not is_dataclass(kind):
         raise TypeError(f"{name} is not a dataclass")
     alone: Any = GenericAlias(tuple, kind)  # a dataclass itself takes no configuration
