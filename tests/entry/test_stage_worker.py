@@ -46,7 +46,7 @@ def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> N
     part = {"start": 0, "stop": LAYERS // 2, "slots": slots}
     spec = stage_spec(config, 0, part, Placement(), source)
     made = service("cpu", **json.loads(json.dumps(spec.options)))
-    assert made.facts == spec.expected and len(made.facts.vocabulary) == 64 and " layers)" in made.facts.weights
+    assert made.facts == spec.expected and " layers)" in made.facts.weights
     assert sum(p.numel() for p in made.stage.decoder.parameters()) < sum(p.numel() for p in own.decoder.parameters())
 
     count = 9

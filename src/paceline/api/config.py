@@ -46,8 +46,6 @@ class LLMConfig(LLMOptions):
         if self.cluster is not None:
             parse_cluster(self.cluster)
             self._check_cluster()
-        elif self.insecure_cluster:
-            raise ConfigError("insecure_cluster", "no cluster is named", "leave it out, or name one: cluster='auto'")
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
         if not off and self.drafter is None:

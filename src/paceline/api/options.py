@@ -53,7 +53,6 @@ class LLMOptions:
         help="a Ray cluster for the processes of stages and drafter (docs/cluster.md): auto, the one that this host "
         "has joined, or HOST:PORT of its head; with place=pack, cores=8 or gpus=1 of each",
     )
-    insecure_cluster: bool = option(False, help="take a cluster without a token")
     verifier: str = option(
         VERIFIERS[0],
         help="sample_and_match, or rejection or block (for drafts that carry q)",

@@ -23,7 +23,7 @@ class ClusterHosts:
         round_ = parse_round(config.round)
         self._stages = 0 if config.pipeline is None else parse_split(config.pipeline).stages - 1
         workers = self._stages + int(round_ is not None and round_.place is not None)
-        self.address = connect(cluster, config.insecure_cluster)  # of this host
+        self.address = connect(cluster)  # of this host
         cores = cluster.cores or config.threads or even_share(workers + 1)
         gpus = cluster.gpus if cluster.gpus is not None else int(config.device != "cpu")
         self._reservation = Reservation(cluster, workers, Bundle(cores, gpus), self.address)

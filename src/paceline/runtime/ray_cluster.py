@@ -10,10 +10,10 @@ import logging
 import math
 import os
 import re
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # for the cluster's head to answer
-RESERVE_S = 60.0  # for bundles that fit to be free
+RESERVE_S = 10.0  # for bundles to be free
 PLACED_S = 15.0  # for a host that leaves to be replaced by another one
 PIN = 0.001  # of a host's own resource: a place on that host
 PAGE = "docs/cluster.md"
@@ -62,94 +62,26 @@ class Bundle:
 # -- joining
 
 
-def connect(cluster: ClusterConfig, insecure: bool) -> str:
+def connect(cluster: ClusterConfig) -> str:
     """Join a cluster, unless this process has; return the address of this host in it.
 
-    Args:
-        cluster: which.
-        insecure: it may work without a token.
-
     Raises:
-        ConfigError: no cluster is there, or one of another version of Ray or Python; a token that it does not take.
-        CapabilityError: it needs no token, or this process has none, unless that is requested.
+        ConfigError: no cluster is there, or one that does not take this process.
     """
-    subject = f"cluster={cluster.address!r}"
-    if not insecure and os.environ.get("RAY_AUTH_MODE") != "token":
-        wrong = "this process gives no token: RAY_AUTH_MODE is not token"
-        raise CapabilityError(subject, wrong, f"set it as on the hosts ({PAGE}), or add insecure_cluster")
     address = os.environ.get("RAY_ADDRESS", "auto") if cluster.address == "auto" else cluster.address
-    if address != "auto":
-        _check_head(subject, address, insecure)
-    if not ray.is_initialized():
-        _join(subject, address)
-    if address == "auto":
-        _check_head(subject, ray.get_runtime_context().gcs_address, insecure)
-    host: str = ray.util.get_node_ip_address()
-    return host
-
-
-def _check_head(subject: str, address: str, insecure: bool) -> None:
-    """Check that a cluster's head is there, accepts this process's token, and refuses clients without one."""
-    _probe(subject, address, _token())
-    if not insecure and _probe(subject, address, ""):
-        wrong = "it has no token: whoever reaches it runs code on all its hosts"
-        raise CapabilityError(subject, wrong, f"start it with RAY_AUTH_MODE=token ({PAGE}), or add insecure_cluster")
-
-
-def _join(subject: str, address: str) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
-        ray.init(address=address, **quiet)
-        ray._private.worker._worker_logs_enabled = False  # it prints faults to stdout, where answers go
-    except ray.exceptions.AuthenticationError as error:
-        raise ConfigError(subject, "this process has no token", f"set RAY_AUTH_TOKEN_PATH ({PAGE})") from error
-    except RuntimeError as error:
-        if "ersion" not in str(error):
-            raise ConfigError(subject, " ".join(str(error).split()), f"look at `ray status` ({PAGE})") from error
-        wrong = f"it has another Ray or Python than this process ({' '.join(str(error).split())})"
-        raise ConfigError(subject, wrong, "install the same versions on all hosts (constraints.txt)") from error
-    except (ConnectionError, ValueError, SystemExit) as error:
-        wrong = f"this host has not joined one ({' '.join(str(error).split())})"
-        raise ConfigError(subject, wrong, f"run `ray start` on this host first ({PAGE})") from error
-
-
-def _probe(subject: str, address: str, token: str) -> bool:
-    """Return whether a cluster's head answers a client with a token, or with none.
-
-    Raises:
-        ConfigError: nobody answers, the token is wrong, or it is another version of Ray.
-    """
-    import grpc
-
-    metadata = [("authorization", f"Bearer {token}")] if token else None
-    try:
-        with grpc.insecure_channel(address) as channel:
-            alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
-            reply: bytes = alive(b"", timeout=PROBE_S, metadata=metadata)
-    except grpc.RpcError as error:
-        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            if not token:
-                return False
-            remedy = f"give all hosts the same one ({PAGE})"
-            raise ConfigError(subject, "it does not take this process's token", remedy) from error
-        wrong = f"nobody answers at {address} ({error.code().name.lower()})"
-        remedy = "start its head (`ray start --head`), check host, port and firewall"
-        raise ConfigError(subject, wrong, remedy) from error
-    version = re.search(rb"\d+\.\d+\.\d+\S*", reply)
-    if version is not None and version[0].decode(errors="replace").strip() != ray.__version__:
-        wrong = f"it runs Ray {version[0].decode(errors='replace')}, and this process has {ray.__version__}"
-        raise ConfigError(subject, wrong, "install the same version on all hosts (constraints.txt)")
-    return True
-
-
-def _token() -> str:
-    """Return this process's token, where Ray looks for it; empty: none."""
-    if variable := os.environ.get("RAY_AUTH_TOKEN"):
-        return variable.strip()
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
-    with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
-        return file.read().strip()
-    return ""
+        if not ray.is_initialized():
+            if address != "auto":  # Ray itself takes minutes to find that nobody answers
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), PROBE_S).close()
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+            ray._private.worker._worker_logs_enabled = False  # it prints faults to stdout, where answers go
+    except (Exception, SystemExit) as error:
+        wrong = f"this process cannot join it ({' '.join(str(error).split())[:300]})"
+        remedy = f"run `ray start` on this host, with the same token, Ray and Python on all hosts ({PAGE})"
+        raise ConfigError(f"cluster={cluster.address!r}", wrong, remedy) from error
+    here: str = ray.util.get_node_ip_address()
+    return here
 
 
 # -- bundles
@@ -167,25 +99,6 @@ def even_share(count: int) -> int:
     return max(1, int(min(has.get("CPU", 0) for has in cluster_hosts.values()) // each))
 
 
-def check_fit(subject: str, bundles: Sequence[Mapping[str, float]]) -> None:
-    """Refuse bundles that this cluster never has room for.
-
-    Raises:
-        ConfigError: they do not fit, with what there is.
-    """
-    free = [dict(has) for has in hosts().values()]
-    pinned_first = sorted(bundles, key=lambda bundle: not any(name.startswith("node:") for name in bundle))
-    for needed in pinned_first:
-        room = [has for has in free if all(has.get(name, 0.0) >= amount for name, amount in needed.items())]
-        if not room:
-            there = ", ".join(_has(has) for has in hosts().values())
-            wrong = f"it has no room for all of {len(bundles)} processes, this one included; its hosts have {there}"
-            raise ConfigError(subject, wrong, "give fewer cores or stages, or let more hosts join")
-        fullest = min(room, key=lambda has: has.get("CPU", 0.0))
-        for name, amount in needed.items():
-            fullest[name] -= amount
-
-
 def _has(has: Mapping[str, float]) -> str:
     return str(Bundle(int(has.get("CPU", 0)), int(has.get("GPU", 0))))
 
@@ -200,20 +113,19 @@ class Reservation:
         host: as of `connect`.
 
     Raises:
-        ConfigError: there never is that much, or not now.
+        ConfigError: there is not that much.
     """
 
     def __init__(self, cluster: ClusterConfig, workers: int, bundle: Bundle, host: str) -> None:
-        subject = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
         bundles = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
-        check_fit(subject, bundles)
         self.bundle, self.host = bundle, host
         self._group = placement_group(bundles, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
         if not self._group.wait(RESERVE_S):
-            free = _has(ray.available_resources())
-            wrong = f"others use it: {free} are free in all, for {RESERVE_S:g} s"
-            raise ConfigError(subject, wrong, "wait for them, give fewer cores, or let more hosts join")
+            subject = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
+            there, free = ", ".join(map(_has, hosts().values())), _has(ray.available_resources())
+            wrong = f"it has no room for {len(bundles)} processes with this one; its hosts have {there} ({free} free)"
+            raise ConfigError(subject, wrong, "give fewer cores or stages, or let more hosts join")
 
     def launch(self, index: int) -> Launch:
         """Return how the worker of one of the bundles is started."""
@@ -223,7 +135,7 @@ class Reservation:
         """Return what is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
         if placement_group_table(self._group)["state"] == "CREATED":
             return ""
-        there = ", ".join(_has(has) for has in hosts().values())
+        there = ", ".join(map(_has, hosts().values()))
         return f"has no host: none is left with {self.bundle} that nobody uses; those that are there have {there}"
 
     def actor(self, index: int) -> Any:

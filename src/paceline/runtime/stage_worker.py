@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
@@ -149,8 +148,4 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
 
 def _facts(source: Source, exact: bool) -> Facts:
     in_use = f"{kernels.describe()}, {torch.backends.cpu.get_cpu_capability()}"
-    vocabulary = sha256()  # of the tokenizer's files: a stage has no tokenizer, and reading one takes long
-    for file in source.tokenizer_files():
-        vocabulary.update(file.name.encode() + sha256(file.read_bytes()).digest())
-    more = {"torch": torch.__version__, "instructions": in_use if exact else ""}
-    return replace(facts_of(source), vocabulary=vocabulary.hexdigest(), **more)
+    return replace(facts_of(source), torch=torch.__version__, instructions=in_use if exact else "")
