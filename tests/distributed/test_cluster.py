@@ -136,7 +136,7 @@ def ahead_of_the_target(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 def what_a_worker_is_refused_for(cluster: Any, wanted: list[list[int]]) -> None:
-    from paceline.runtime.cluster import ClusterHosts
+    from paceline.runtime.ray_cluster import ClusterHosts
     from paceline.runtime.remote import Remote, Timeouts
     from paceline.runtime.stage_worker import stage_spec
 

@@ -58,7 +58,7 @@ class LLM:
     def __init__(self, model: str, *, share: LLM | None = None, beside: Sequence[str] = (), **options: Any) -> None:
         self.config = config_of(model, options)
         source = self.config.resolve()
-        hosts = None if self.config.cluster is None else start("cluster:ClusterHosts", self.config)
+        hosts = None if self.config.cluster is None else start("ray_cluster:ClusterHosts", self.config)
         candidates = drafters_of(self.config, source, beside)
         self.config = replace(self.config, drafter=candidates[0])
         if self.config.threads is not None:

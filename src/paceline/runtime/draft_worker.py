@@ -33,7 +33,7 @@ from .placement import Placement, cores, pin
 from .remote import LocalHandle, Remote, Timeouts, WorkerSpec
 
 if TYPE_CHECKING:
-    from .cluster import ClusterHosts
+    from .ray_cluster import ClusterHosts
 
 # What the drafter's process must know of the options; the rest is the target's and its engine's.
 OPTIONS = ("model", "dtype", "kernels", "kv_memory", "max_sequences", "revision", "offline")

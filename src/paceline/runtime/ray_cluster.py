@@ -1,7 +1,7 @@
 """Workers on a Ray cluster: Ray places, starts and watches them; messages go over lines (`wire`), not through Ray.
 
-A `Reservation` is a placement group with a bundle for each worker and one for this process, on its own host. A worker
-is an actor (`actors`); where one failed another one is started in the same bundle, wherever Ray has that by then.
+`ClusterHosts` is a placement group with a bundle for each worker and one for this process, on its own host. A worker is
+an actor (`actors`); where one failed another one is started in the same bundle, wherever Ray has that by then.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from functools import partial
 from typing import Any
 from weakref import finalize
 
-from ..api.split import ClusterConfig
+from ..api.config import LLMConfig
+from ..api.split import ClusterConfig, parse_cluster, parse_split
 from ..core.errors import CapabilityError, ConfigError
+from ..engine.rounds import parse_round
 from .handshake import BEGIN
+from .placement import Placement
 from .remote import HOST_LEFT, Handle, Launch, WorkerSpec
 
 try:
@@ -103,33 +106,39 @@ def _has(has: Mapping[str, float]) -> str:
     return str(Bundle(int(has.get("CPU", 0)), int(has.get("GPU", 0))))
 
 
-class Reservation:
-    """Room for a model's workers, one after the other, and for the client; given back with this object.
+class ClusterHosts:
+    """Room for this process and all workers of a configuration that names a cluster; ranks run with their stage.
 
-    Args:
-        cluster: which, and how workers are placed.
-        workers: how many.
-        bundle: what each gets; this process gets as many cores.
-        host: as of `connect`.
+    It is given back with this object.
 
     Raises:
-        ConfigError: there is not that much.
+        ConfigError: a cluster that cannot be joined, or has no room.
     """
 
-    def __init__(self, cluster: ClusterConfig, workers: int, bundle: Bundle, host: str) -> None:
-        bundles = [Bundle(bundle.cores, 0).resources(host), *[bundle.resources()] * workers]
-        self.bundle, self.host = bundle, host
+    def __init__(self, config: LLMConfig) -> None:
+        assert config.cluster is not None
+        cluster, round_ = parse_cluster(config.cluster), parse_round(config.round)
+        self._stages = 0 if config.pipeline is None else parse_split(config.pipeline).stages - 1
+        workers = self._stages + int(round_ is not None and round_.place is not None)
+        self.address = connect(cluster)  # of this host
+        gpus = cluster.gpus if cluster.gpus is not None else int(config.device != "cpu")
+        self.bundle = Bundle(cluster.cores or config.threads or even_share(workers + 1), gpus)  # of each worker
+        bundles = [Bundle(self.bundle.cores, 0).resources(self.address), *[self.bundle.resources()] * workers]
         self._group = placement_group(bundles, strategy=cluster.place.upper())
         finalize(self, _give_back, self._group)
         if not self._group.wait(RESERVE_S):
-            subject = f"cluster={cluster.address!r} for {workers} workers of {bundle}"
+            subject = f"cluster={cluster.address!r} for {workers} workers of {self.bundle}"
             there, free = ", ".join(map(_has, hosts().values())), _has(ray.available_resources())
             wrong = f"it has no room for {len(bundles)} processes with this one; its hosts have {there} ({free} free)"
             raise ConfigError(subject, wrong, "give fewer cores or stages, or let more hosts join")
 
-    def launch(self, index: int) -> Launch:
-        """Return how the worker of one of the bundles is started."""
-        return partial(_Actor, self, index)
+    def launch(self, stage: int | None) -> Launch:
+        """Return how a stage's worker is started; None: the drafter's, whose bundle follows those of the stages."""
+        return partial(_Actor, self, self._stages if stage is None else stage)
+
+    def placement(self, device: str, threads: int | None) -> Placement:
+        """Return where a worker is in its bundle: with a thread for each core, unless another number is named."""
+        return Placement(threads=threads or self.bundle.cores, device=device)
 
     def room(self) -> str:
         """Return what is wrong with the bundles' places; empty: nothing. A host that left may have had one of them."""
@@ -154,17 +163,17 @@ def _give_back(group: Any) -> None:
 
 
 class _Actor(Handle):
-    """A worker of a reservation; see `Handle`.
+    """A worker of a cluster; see `Handle`.
 
     Args:
-        reservation, index: in which of its bundles.
+        hosts, index: in which of its bundles.
         spec, beat_s: as of `Launch`.
     """
 
-    def __init__(self, reservation: Reservation, index: int, spec: WorkerSpec, beat_s: float) -> None:
-        super().__init__(spec, beat_s, reservation.host)
-        self._reservation, self._placed = reservation, False
-        self._actor = reservation.actor(index)
+    def __init__(self, hosts: ClusterHosts, index: int, spec: WorkerSpec, beat_s: float) -> None:
+        super().__init__(spec, beat_s, hosts.address)
+        self._hosts, self._placed = hosts, False
+        self._actor = hosts.actor(index)
         began = self._actor.run.remote(BEGIN.dump_json(self.begin), spec.placement.environment())
         self._done: Future[int] = began.future()
         self._next_look = time.monotonic() + PLACED_S  # when to check whether it has a place
@@ -182,7 +191,7 @@ class _Actor(Handle):
         if self._placed or now < self._next_look:
             return None
         self._next_look = now + PLACED_S
-        return self._reservation.room() or None
+        return self._hosts.room() or None
 
     def end(self) -> None:
         super().end()

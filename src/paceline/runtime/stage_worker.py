@@ -36,7 +36,7 @@ from .stage_workers import StageWorkers
 from .workers import TIMEOUTS, end_all
 
 if TYPE_CHECKING:
-    from .cluster import ClusterHosts
+    from .ray_cluster import ClusterHosts
 
 log = logging.getLogger(__name__)
 
