@@ -175,14 +175,10 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     [
         ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
         ({"llama.block_count": 3}, "misses tensor layers.2"),
-        ({"llama.block_count": 1}, "tensor 'blk.1.attn_norm.weight', for which"),
-        ({"llama.feed_forward_length": 500}, "is .512, 256., not .500, 256."),
+        ({"llama.block_count": 1}, "unexpected tensors blk.1.attn_norm.weight"),
+        ({"llama.feed_forward_length": 500}, "is .512, 256., and its configuration needs .500, 256."),
         ({"llama.attention.layer_norm_rms_epsilon": "small"}, "must be a positive number"),
         ({"llama.expert_count": 8}, "mixture of experts"),
-        (
-            {"general.architecture": "gpt-oss"},
-            "m.gguf: its architecture 'gpt-oss' is known and not .*mixture of experts",
-        ),
         ({"llama.pooling_type": 3}, "it computes embeddings"),
         ({"general.architecture": "nonesuch"}, "'nonesuch' is not known here"),
         ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id is 320, and there are 320 tokens"),

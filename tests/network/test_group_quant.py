@@ -129,7 +129,7 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
         ("awq", {"group_size": 192}, "256 inputs are not whole groups of 192"),
         ("awq", {"quant_method": "gptq", "sym": False}, "needs I32 .32, 256."),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
-        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format.*several values"),
+        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "checkpoint_format.*must be one of them"),
         ("gptq", {"sym": True}, "qzeros.*a zero is not 8"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic = "),
         ("gptq_order", {"desc_act": False}, "g_idx.*does not have desc_act"),

@@ -237,21 +237,6 @@ def test_layers_that_rotate_nothing():
             decoder_config({**smol, "no_rope_layers": wrong})
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("gpt-oss", "mixture of experts"),
-        ("qwen3_moe", "mixture of experts"),
-        ("lfm2", "recurrent"),
-        ("gemma4", "every layer"),
-        ("gemma3", "pictures"),
-    ],
-)
-def test_families_that_are_known_and_not_built_are_named(kind: str, message: str):
-    with pytest.raises(CapabilityError, match=f"'{kind}'.*not built.*{message}.*gemma3_text"):
-        decoder_config({**LLAMA, "model_type": kind})
-
-
 def test_folders_and_names(checkpoint: Path):
     assert resolve_folder(checkpoint) == checkpoint
     with pytest.raises(ConfigError, match="revision='main'.*local"):

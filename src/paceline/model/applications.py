@@ -42,7 +42,10 @@ def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:
     """
     folders = {}
     for name, where in named.items():
-        _check_name(f"application {shown(name)} ({shown(str(where))})", name)
+        if not name or name == BASE or name != name.strip():
+            wrong = f"{shown(name)} cannot name an application"
+            remedy = f"choose another; {BASE!r} is the base model"
+            raise ConfigError(f"application {shown(name)} ({shown(str(where))})", wrong, remedy)
         try:
             folders[name] = resolve_folder(where, offline=offline)
         except ConfigError as error:
@@ -63,21 +66,12 @@ def load_applications(
     if not folders:
         return {}
     target_mark, load = fingerprint(target_folder), resolve_name(f"{_READER}:load")
-    for name, folder in folders.items():
-        _check_name(f"application {name!r} ({folder})", name)
     return {name: load(name, folder, decoder, target, target_mark) for name, folder in folders.items()}
 
 
 def rows_beside(folder: Path) -> int:
     """Return how many rows the generated rows of a trained set have next to each; 0: it has adapters alone."""
     return int(resolve_name(f"{_READER}:read_config")(folder).gamma)
-
-
-def _check_name(subject: str, name: str) -> None:
-    if not name or name == BASE or name != name.strip():
-        raise ConfigError(
-            subject, f"{shown(name)} cannot name an application", f"choose another; {BASE!r} is the base model"
-        )
 
 
 def adapter_ranges(

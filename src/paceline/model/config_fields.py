@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from ..core.errors import ConfigError
@@ -59,11 +58,6 @@ class Fields:
 
 def bad(name: str, value: object, rule: str, file: str = "config.json") -> ConfigError:
     return ConfigError(f"{file}: {name} = {shown(value)}", rule, RESTORE)
-
-
-def contradiction(name: str, values: Iterable[object]) -> ConfigError:
-    listed = " and ".join(map(shown, values))
-    return ConfigError(f"config.json: {name}", f"it has several values: {listed}", "remove what is wrong")
 
 
 def check_integer(name: str, value: object, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:

@@ -115,11 +115,10 @@ def decoder_config(config: Json) -> DecoderConfig:
     if not isinstance(config, dict):
         raise ConfigError("config.json", f"it holds a {type(config).__name__}, not an object", "restore the file")
     kind = config.get("model_type")
-    if isinstance(kind, str) and (missing := unbuilt(kind)):
-        raise CapabilityError(f"model_type {shown(kind)}", f"known and not built; it has {missing}", _supported())
     if not isinstance(kind, str) or kind not in _READ:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
-        raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
+        remedy = f"use one of: {', '.join(sorted(FAMILIES))} (Vicuna and Llama 2 and 3 are all 'llama')"
+        raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", remedy)
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise bad("architectures", names, "it must be a list of names")
@@ -130,32 +129,6 @@ def decoder_config(config: Json) -> DecoderConfig:
         return read
     quantised = read_group_quant(Fields(config).mapping("quantization_config"))
     return replace(read, quantised=quantised, checkpoint_dtype="stored")
-
-
-_EXPERTS = "a mixture of experts: a pass over eight rows reads many times the experts that one row needs"
-_RECURRENT = "recurrent layers: a rejected draft would have to undo their state"
-_UNBUILT = {
-    **dict.fromkeys(("gpt_oss", "mixtral", "qwen2_moe", "qwen2moe", "qwen3_moe", "qwen3moe"), _EXPERTS),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen35", "qwen3_next", "qwen3next", "lfm2"), _RECURRENT),
-    **dict.fromkeys(("qwen3_5_moe", "qwen35moe", "lfm2_moe", "lfm2moe"), f"{_EXPERTS}, and {_RECURRENT}"),
-    "gemma2": "bounds on scores and logits (soft caps)",
-    "gemma3": "pictures; its text model alone, Gemma3ForCausalLM or gemma3_text, is read",
-    "gemma4": "embeddings for every layer, and K and V that layers share",
-    "gemma4_text": "embeddings for every layer, and K and V that layers share",
-}
-
-
-def unbuilt(kind: str) -> str | None:
-    """Return what the network lacks for a family; None: the family is not known as one of those.
-
-    Args:
-        kind: its name in ``config.json`` or in a GGUF file.
-    """
-    return _UNBUILT.get(kind.replace("-", "_"))
-
-
-def _supported() -> str:
-    return f"use one of: {', '.join(sorted(FAMILIES))} (Vicuna and Llama 2 and 3 are all 'llama')"
 
 
 # --- families -------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class RankMemory:
         subject = f"tensor_parallel={count}"
         if not sys.platform.startswith("linux"):
             raise CapabilityError(subject, f"ranks share memory as Linux has it, which {sys.platform} has not", "use 1")
-        require_compiled(subject)
+        if library() is None:  # joins have no form but the compiled one
+            raise CapabilityError(subject, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
         self.count = count
         self._fd = os.memfd_create("paceline-ranks", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size_of(count))
@@ -51,24 +52,9 @@ class RankMemory:
         os.close(self._fd)
 
 
-def require_compiled(subject: str) -> None:
-    """Check that the kernels are there: joins have no form but the compiled one.
-
-    Raises:
-        CapabilityError: there is none.
-    """
-    if library() is None:
-        raise CapabilityError(subject, f"there is no compiled code ({unavailable()})", "install a C++ compiler")
-
-
-def buffers_at(count: int) -> int:
-    """Return where the buffers of so many ranks begin in the memory, two of each rank."""
-    return LINE * (1 + count)
-
-
 def size_of(count: int) -> int:
-    """Return bytes of the memory of so many ranks."""
-    return buffers_at(count) + 2 * count * CAPACITY
+    """Return bytes of the memory of so many ranks: the header, a cell of each, and two buffers of each."""
+    return LINE * (1 + count) + 2 * count * CAPACITY
 
 
 class Collectives:

@@ -188,15 +188,10 @@ def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, qua
         linear = PackedLinear(weight, bias)
     else:
         linear = PlainLinear(weight, bias)
-    return make_exact(linear, type(linear).__name__, weight) if exact else linear
-
-
-def make_exact(linear: LinearOp, kind: str, weight: Tensor) -> LinearOp:
-    """Wrap ``linear`` so that a row's bits are the same at every width.
-
-    It is the cheapest wrap that is enough, which is probed once for a shape and a number of threads.
-    """
-    key = (kind, tuple(weight.shape), weight.dtype, weight.device.type, torch.get_num_threads())
+    if not exact:
+        return linear
+    # The cheapest wrap that is enough, which is probed once for a shape and a number of threads.
+    key = type(linear).__name__, tuple(weight.shape), weight.dtype, weight.device.type, torch.get_num_threads()
     if key not in _BLOCKS:
         _BLOCKS[key] = _probe(linear, weight)
     return RowBlocks(linear, *_BLOCKS[key])

@@ -1,19 +1,19 @@
 """Which rotation a ``config.json`` describes: `RopeConfig` of every kind of layer.
 
 Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
-A file may have both; repeated values must agree.
+In a file with both the former counts, as for transformers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
-from .config_fields import RESTORE, Fields, Json, bad, check_integer, check_number, contradiction
+from ..core.options import shown
+from .config_fields import RESTORE, Fields, Json, bad, check_integer, check_number
 from .rope import RopeConfig
 
 Rope = tuple[RopeConfig, int, str]  # the rotation, positions it is right for, why these are fewer than the file states
@@ -26,30 +26,51 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_ORIGINAL = "original_max_position_embeddings"  # next to the rope parameters or among them
 _NUMBERS = (*_NEEDED["llama3"], "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-_SPELLINGS = ("rope_parameters", "rope_scaling")  # of transformers 5 and of transformers 4
 
 
 def read_rope(f: Fields, head_dim: int, theta: float = 10000.0) -> Rope:
-    """Return the rotation that the file describes, in either spelling or, alike, in both.
-
-    ``theta`` where it names no base.
-    """
-    mappings = {name: f.mapping(name) for name in _SPELLINGS if f.mapping(name)}
-    places = [f.values, *mappings.values()]
-    share = _said("partial_rotary_factor", places, 1.0)
+    """Return the rotation that the file describes; ``theta`` where it names no base."""
+    values = f.mapping("rope_parameters") | f.mapping("rope_scaling")
+    theta, share = (
+        check_number(name, next((x for x in (values.get(name), f.values.get(name)) if x is not None), default))
+        for name, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0))
+    )
     dim = int(head_dim * share)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise bad("partial_rotary_factor", share, f"the rotated part of a head ({dim}) must be even")
-    base = RopeConfig(dim=dim, theta=_said("rope_theta", places, theta))
-    ropes = [_read_rope(f, values, base) for values in mappings.values()] or [_read_rope(f, {}, base)]
-    if any(other != ropes[0] for other in ropes):
-        raise ConfigError(
-            f"config.json: {' and '.join(mappings)}",
-            "they describe two different rotations",
-            "remove the one that the model was not trained with",
+    base = RopeConfig(dim=dim, theta=theta)
+    if any(isinstance(v, dict) for v in values.values()):
+        raise CapabilityError(
+            "rope_parameters by layer type", "all layers of this family rotate alike", "use another checkpoint"
         )
-    return ropes[0]
+    phi3, context = f.values["model_type"] == "phi3", f.integer("max_position_embeddings")
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if phi3 and kind in ("su", "yarn"):
+        kind = "longrope"  # older Phi-3 checkpoints call it so
+    if kind == "mrope":
+        kind = "default"  # in sections for pictures: for text alone the plain rotation
+    if kind not in [*_NEEDED]:
+        wrong, kinds = "no such rotation here", ", ".join(sorted(_NEEDED))
+        raise CapabilityError(f"rope type {shown(kind)}", wrong, f"use one of: {kinds}")
+    if kind in ("default", "dynamic"):
+        return base, context, "" if kind == "default" else "dynamic NTK changes the keys of earlier tokens beyond it"
+    original = f.optional_integer(_ORIGINAL, None) or (4096 if phi3 and _ORIGINAL not in f.values else context)
+    if values.get(_ORIGINAL) is not None:
+        original = check_integer(_ORIGINAL, values[_ORIGINAL])
+    parameters: Json = {name: check_number(name, values[name]) for name in _NUMBERS if values.get(name)}
+    if lost := next((name for name in _NEEDED[kind] if name not in parameters), None):
+        raise ConfigError("config.json: rope parameters", f"{lost!r} is missing", RESTORE)
+    factors = values.get("short_factor")
+    if kind == "longrope" and (not isinstance(factors, list) or len(factors) != base.dim // 2):
+        raise bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
+    parameters = {"factor": context / original, "long_factor": ()} | parameters
+    parameters |= {"truncate": Fields(values).flag("truncate", True), _ORIGINAL: original}
+    parameters["short_factor"] = [check_number("short_factor", factor) for factor in factors or ()]
+    rope = scaled(kind, parameters, base)
+    limit = min(context, original) if kind == "longrope" else context
+    return rope, limit, "LongRoPE changes the keys of earlier tokens beyond it" if limit < context else ""
 
 
 def read_layered_ropes(f: Fields, head_dim: int, theta: float, local_theta: float) -> tuple[Rope, Rope]:
@@ -66,41 +87,6 @@ def read_layered_ropes(f: Fields, head_dim: int, theta: float, local_theta: floa
     full = f.values | {"rope_parameters": by_kind.get("full_attention")}
     sliding = f.values | local | {"rope_parameters": by_kind.get("sliding_attention")}
     return read_rope(Fields(full), head_dim, theta), read_rope(Fields(sliding), head_dim, local_theta)
-
-
-def _said(name: str, places: Iterable[Json], default: float) -> float:
-    """Return a number that may stand next to the rope parameters and among them."""
-    values = {check_number(name, place[name]) for place in places if place.get(name) is not None}
-    if len(values) > 1:
-        raise contradiction(name, sorted(values))
-    return next(iter(values), default)
-
-
-def _read_rope(f: Fields, values: Json, base: RopeConfig) -> Rope:
-    """Return the value in one of the two spellings."""
-    if any(isinstance(v, dict) for v in values.values()):
-        raise CapabilityError(
-            "rope_parameters by layer type", "all layers of this family rotate alike", "use another checkpoint"
-        )
-    kind, context = _rope_kind(f, values), f.integer("max_position_embeddings")
-    if kind not in _NEEDED:
-        wrong, kinds = "no such rotation here", ", ".join(sorted(_NEEDED))
-        raise CapabilityError(f"rope type {kind!r}", wrong, f"use one of: {kinds}")
-    if kind in ("default", "dynamic"):
-        return base, context, "" if kind == "default" else "dynamic NTK changes the keys of earlier tokens beyond it"
-    original = _original(f, values, context)
-    parameters: Json = {name: check_number(name, values[name]) for name in _NUMBERS if values.get(name)}
-    if lost := next((name for name in _NEEDED[kind] if name not in parameters), None):
-        raise ConfigError("config.json: rope parameters", f"{lost!r} is missing", RESTORE)
-    factors = values.get("short_factor")
-    if kind == "longrope" and (not isinstance(factors, list) or len(factors) != base.dim // 2):
-        raise bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
-    parameters = {"factor": context / original, "long_factor": ()} | parameters
-    parameters |= {"truncate": Fields(values).flag("truncate", True), "original_max_position_embeddings": original}
-    parameters["short_factor"] = [check_number("short_factor", factor) for factor in factors or ()]
-    rope = scaled(kind, parameters, base)
-    limit = min(context, original) if kind == "longrope" else context
-    return rope, limit, "LongRoPE changes the keys of earlier tokens beyond it" if limit < context else ""
 
 
 def scaled(kind: str, parameters: Json, base: RopeConfig) -> RopeConfig:
@@ -121,29 +107,3 @@ def scaled(kind: str, parameters: Json, base: RopeConfig) -> RopeConfig:
     if not all(0 < value < math.inf for value in (*frequencies.tolist(), attention)):
         raise bad("rope parameters", parameters, f"{kind} computes a rotation with zeros or infinities with them")
     return replace(base, scaled=tuple(frequencies.tolist()), attention_factor=attention)
-
-
-def _rope_kind(f: Fields, values: Json) -> str:
-    """Return the type's name; its field is called ``rope_type``, formerly ``type``, and many files have both."""
-    named = {name: value for name in ("rope_type", "type") if (value := values.get(name)) is not None}
-    for name, value in named.items():
-        if not isinstance(value, str):
-            raise bad(name, value, "it must be the name of a rotation")
-        if f.values["model_type"] == "phi3" and value in ("su", "yarn"):
-            named[name] = "longrope"  # older Phi-3 checkpoints call LongRoPE so
-        if value == "mrope":
-            named[name] = "default"  # rotation in sections for pictures: for text alone the plain one
-    if len({*named.values()}) > 1:
-        raise contradiction("rope_type (or type)", named.values())
-    return next(iter(named.values()), "default")
-
-
-def _original(f: Fields, values: Json, context: int) -> int:
-    """Return positions before the extension; the field stands next to the rope parameters or among them."""
-    name = "original_max_position_embeddings"
-    beside = f.optional_integer(name, None)
-    among = None if values.get(name) is None else check_integer(name, values[name])
-    if None not in (beside, among) and beside != among:
-        raise contradiction(name, (beside, among))
-    default = 4096 if f.values["model_type"] == "phi3" and name not in f.values else context
-    return beside or among or default

@@ -19,9 +19,8 @@ import numpy as np
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from ..model.families import DecoderConfig, decoder_config, unbuilt
+from ..model.families import DecoderConfig, decoder_config
 from .gguf import GGUF, PLAIN, GGUFTensor, read_gguf
-from .names import Piece, weight_map
 
 STORED = "stored"  # as a dtype: the types that the file has its weights in
 _PERMUTED = ("llama", "smollm3")  # whose rows of q and k the converter turned from halves into pairs
@@ -101,15 +100,12 @@ def architecture(model: GGUF) -> str:
 
     Raises:
         ConfigError: it is missing or unknown.
-        CapabilityError: one that is known and not built.
     """
     subject = f"GGUF file {model.path}"
     name = model.metadata.get("general.architecture")
     if isinstance(name, str) and name in _ARCHITECTURES:
         return name
     remedy = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
-    if isinstance(name, str) and (missing := unbuilt(name)):
-        raise CapabilityError(subject, f"its architecture {name!r} is known and not built; it has {missing}", remedy)
     wrong = "it names no architecture" if name is None else f"its architecture {shown(name)} is not known here"
     raise ConfigError(subject, wrong, remedy)
 
@@ -288,27 +284,6 @@ _ARCHITECTURES: dict[str, Callable[[_ArchMetadata], dict[str, Any]]] = {
     "qwen3": lambda meta: {"model_type": "qwen3"},
     "smollm3": lambda meta: {"model_type": "smollm3", "no_rope_layer_interval": 4},
 }
-
-
-def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTensor]]:
-    """Find every parameter in the file; no data is read.
-
-    Raises:
-        ConfigError: a tensor that is missing, misshaped or left over.
-    """
-    expected = {piece.source: piece for piece in weight_map(config)}
-    model = read_gguf(path)
-    stored = {tensor.source: tensor for tensor in tensors_of(model)}
-    for name in expected.keys() - stored.keys():
-        raise ConfigError(f"GGUF file {path}", f"it misses tensor {name}", "download the file again")
-    for name, tensor in stored.items():
-        if name not in expected:
-            wrong = f"it has tensor {shown(tensor.name)}, for which this architecture has no place here"
-            raise ConfigError(f"GGUF file {path}", wrong, "use another model")
-        if tensor.shape != expected[name].shape:
-            wrong = f"tensor {shown(tensor.name)} is {list(tensor.shape)}, not {list(expected[name].shape)}"
-            raise ConfigError(f"GGUF file {path}", f"{wrong} by its metadata", "convert the model again")
-    return [(expected[name], tensor) for name, tensor in stored.items()]
 
 
 def read_gguf_config(path: Path) -> DecoderConfig:

@@ -20,9 +20,9 @@ from ..model.families import DecoderConfig
 from ..model.parallel import Ranks
 from .blocks import StoredWeights
 from .files import StoredTensor, free_bytes, get_tensor, is_file, is_out_of_memory, opened, read_json, stored_tensors
-from .gguf import is_gguf
-from .gguf_model import read_pieces
-from .group_quant import take_groups
+from .gguf import GGUFTensor, is_gguf, read_gguf
+from .gguf_model import tensors_of
+from .group_quant import GroupTensor, take_groups
 from .names import Piece, weight_map
 from .source import RESTORE, Source, parse_device
 from .stored_blocks import BlockTensor, in_blocks
@@ -150,27 +150,32 @@ class Layout:
 
 
 def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:
-    """Find every parameter in the headers of the folder's safetensors files; no data is read.
+    """Find every parameter in the headers of the files; no data is read.
 
     With ``layers_only`` the files hold the layers alone.
 
     Raises:
         ConfigError: a file or tensor that is missing, broken, misshaped, there twice or left over.
     """
-    if is_gguf(folder):
-        return Layout(read_pieces(folder, config))
     expected = {piece.source: piece for piece in weight_map(config) if piece.of_layer or not layers_only}
-    stored = _by_source(stored_tensors(_weight_files(folder), RESTORE))
-    groups = take_groups(config.quantised, {source: piece.shape for source, piece in expected.items()}, stored)
+    stored: dict[str, Any] = {}
+    groups: dict[str, GroupTensor] = {}
+    if is_gguf(folder):
+        stored = {tensor.source: tensor for tensor in tensors_of(read_gguf(folder))}
+    else:
+        stored = _by_source(stored_tensors(_weight_files(folder), RESTORE))
+        groups = take_groups(config.quantised, {source: piece.shape for source, piece in expected.items()}, stored)
     pieces: list[tuple[Piece, StoredTensor | BlockTensor]] = []
     for source, tensor in stored.items():
         if source in expected:
-            _check_piece(expected[source], tensor)
+            _check_piece(folder, expected[source], tensor)
             pieces.append((expected[source], tensor))
     pieces += [(expected[source], group) for source, group in groups.items()]
-    heads = [tensor for source, tensor in stored.items() if source == "lm_head.weight" and source not in expected]
+    others = {source: tensor for source, tensor in stored.items() if source not in expected}
+    heads = [others.pop("lm_head.weight")] if "lm_head.weight" in others else []
     _refuse(folder, "misses", sorted(expected.keys() - stored.keys() - groups.keys()))
-    _refuse(folder, "has unexpected", [stored[s].name for s in stored if s not in expected and not _is_ignored(s)])
+    buffers = ".rotary_emb.inv_freq", ".masked_bias"  # of old checkpoints
+    _refuse(folder, "has unexpected", [tensor.name for s, tensor in others.items() if not s.endswith(buffers)])
     return Layout(pieces, heads)
 
 
@@ -186,23 +191,14 @@ def _by_source(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
     return by_source
 
 
-def _is_ignored(source: str) -> bool:
-    """Return whether a tensor is a head next to a tied embedding, which is compared, or a buffer of old checkpoints."""
-    return source == "lm_head.weight" or source.endswith((".rotary_emb.inv_freq", ".masked_bias"))
-
-
-def _check_piece(piece: Piece, tensor: StoredTensor) -> None:
-    subject = f"tensor {piece.source} in {tensor.file}"
-    if tensor.dtype not in _FLOATS:
-        raise ConfigError(
-            subject, f"it is {tensor.dtype}, a quantised weight", "use the original checkpoint, or dtype='int8'"
-        )
+def _check_piece(folder: Path, piece: Piece, tensor: StoredTensor | GGUFTensor) -> None:
+    subject = f"tensor {tensor.name} in {folder}"
+    if isinstance(tensor, StoredTensor) and tensor.dtype not in _FLOATS:
+        remedy = "use the original checkpoint, or dtype='int8'"
+        raise ConfigError(subject, f"it is {tensor.dtype}, a quantised weight", remedy)
     if tensor.shape != piece.shape:
-        raise ConfigError(
-            subject,
-            f"its shape is {shown(list(tensor.shape))}, config.json needs {list(piece.shape)}",
-            "use the config.json that belongs to these weights",
-        )
+        wrong = f"its shape is {shown(list(tensor.shape))}, and its configuration needs {list(piece.shape)}"
+        raise ConfigError(subject, wrong, "use the configuration that belongs to these weights")
 
 
 def load_weights(decoder: Decoder, folder: Path, layers_only: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 
 from ..core.errors import CapabilityError
 from ..core.options import shown
-from ..model.config_fields import Json, contradiction
+from ..model.config_fields import Json
 
 Method = Literal["awq", "gptq", "compressed-tensors"]
 
@@ -61,7 +61,6 @@ def read_group_quant(settings: Json) -> GroupQuant:
 
     Raises:
         CapabilityError: a method, a number of bits or a form that is not read.
-        ConfigError: values that contradict or cannot be.
     """
     method = settings.get("quant_method")
     if method == "awq":
@@ -93,7 +92,7 @@ def _gptq(settings: Json) -> GroupQuant:
     if not isinstance(overrides, dict) or any(not name.startswith("-:") for name in overrides):
         _refuse_value("dynamic", overrides, "modules that are quantised otherwise than the rest are not read")
     if {*forms} >= {"gptq", "gptq_v2"}:
-        raise contradiction(f"{_CONFIG}: checkpoint_format", forms)
+        _refuse_value("checkpoint_format", forms, "it must be one of them")
     return GroupQuant(
         method="gptq",
         group_size=_group_size(settings),

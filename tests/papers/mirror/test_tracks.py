@@ -144,7 +144,7 @@ def without(name: str) -> Callable[[Path], None]:
         (edited(merge="sum"), "merge = 'sum': it must be gather"),
         (edited(num_hidden_layers=3), "num_hidden_layers = 3: it must be divided by 2 segments"),
         (edited(tie_word_embeddings=False), "one table"),
-        (edited(vocab_size=200), r"config.json needs \[200, 64\]"),
+        (edited(vocab_size=200), r"configuration needs \[200, 64\]"),
         (without("model.tracks.1.layers.0.mlp.up_proj.weight"), "misses tensor tracks.1.layers.0.mlp.up_proj.weight"),
     ],
 )
