@@ -174,7 +174,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     ("changed", "words"),
     [
         ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
-        ({"llama.block_count": 3}, "misses tensor layers.2"),
+        ({"llama.block_count": 3}, "misses tensors layers.2"),
         ({"llama.block_count": 1}, "unexpected tensors blk.1.attn_norm.weight"),
         ({"llama.feed_forward_length": 500}, "is .512, 256., and its configuration needs .500, 256."),
         ({"llama.attention.layer_norm_rms_epsilon": "small"}, "must be a positive number"),
