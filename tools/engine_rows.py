@@ -62,7 +62,7 @@ def main() -> None:
     for _ in range(options.rounds):
         stack.decide = timed
         for rows in ROWS:
-            engine.budget = engine.scheduler.budget = FixedBudget(size=rows - 1)
+            engine.budget = engine.scheduler.budget = FixedBudget(rows - 1)
             for each in prompts:
                 llm.generate([each], answer)
         stack.decide = decide

@@ -32,7 +32,7 @@ from typing import Any
 
 import two_hosts
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "fuzz"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests/fuzz", "studies")]
 import kills  # noqa: E402
 import soak  # noqa: E402
 

@@ -94,10 +94,14 @@ def start_ray(hosts: dict[str, str], folder: str, env: dict[str, str]) -> str:
     began = time.monotonic()
     run(*inside(first, *RAY, *head_only, "--node-ip-address", head, "--temp-dir", f"{folder}/{first}"), env=env)
     for name, address in others:
-        ray = *RAY, "--address", f"{head}:{PORT}", "--node-ip-address", address, "--temp-dir", f"{folder}/{name}"
-        run(*inside(name, *ray), env=env)
+        run(*joining(name, address, f"{head}:{PORT}", folder), env=env)
     print(f"ray is up after {time.monotonic() - began:.0f} s", flush=True)
     return f"{head}:{PORT}"
+
+
+def joining(name: str, address: str, head: str, folder: str) -> list[str]:
+    """The command by which a host joins the cluster of that head."""
+    return inside(name, *RAY, "--address", head, "--node-ip-address", address, "--temp-dir", f"{folder}/{name}")
 
 
 def generate(asked: argparse.Namespace, prefix: Sequence[str], env: dict[str, str], *options: str) -> list[int]:

@@ -336,7 +336,7 @@ def engine_over(ask: PipeFlags, round_: PipelineRound, pool: KVPool, together: i
     shape = target(ask).decoder.config
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=shape.max_position, eos_ids=shape.eos_ids)
     scheduler = SchedulerConfig(max_sequences=together)
-    return Engine(round_, pool, limits, scheduler, FixedBudget(size=1), None, {})
+    return Engine(round_, pool, limits, scheduler, FixedBudget(1), None, {})
 
 
 def levels(ask: PipeFlags, **options: Any) -> PipelineConfig:

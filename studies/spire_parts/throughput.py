@@ -25,7 +25,7 @@ from paceline.bench.passes import time_passes
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.engine.costs import CONTEXT, ROWS, CostTable
+from paceline.engine.costs import CostTable
 from paceline.model.hot import load_hot
 from paceline.papers.spire.model import read_shape as read_draft
 from paceline.plan.models import read_shape, shape_of
@@ -51,6 +51,8 @@ from spire_parts.lent import LentPrompts, computed, made_up
 from .fitted_law import MeasuredLaw, measure_law
 
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
+CONTEXT = 128  # committed tokens of each
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
 SMALL_TURNS = 4  # over the batch: turns of small batches in a repeat
@@ -279,24 +281,16 @@ def _draw(found: Cells, path: Path) -> Path:
     return figures.lines(panels, path)
 
 
-FURTHER = 1024  # tokens beyond `CONTEXT`, to see how costs grow
-
-
-def cost_points(seconds: Callable[[int, float, int], float], max_position: int) -> dict[str, Any]:
-    """Return milliseconds of passes, the fields of `CostTable`.
+def cost_table(seconds: Callable[[int, float, int], float], max_position: int) -> CostTable:
+    """Return the costs of passes.
 
     Args:
         seconds: what a pass is predicted to take, by sequences, tokens that each has, and rows of each.
         max_position: of the model.
     """
     context = max(0, min(CONTEXT, max_position - ROWS[-1]))
-    grown = 1e6 * (seconds(1, context + FURTHER, 1) - seconds(1, context, 1)) / FURTHER
-    return {
-        "chain": [[rows, 1e3 * seconds(1, context, rows)] for rows in ROWS],
-        "plain": [[batch, 1e3 * seconds(batch, context, 1)] for batch in (*BATCHES, 64)],
-        "context": context,
-        "context_ms": max(0.0, grown),
-    }
+    chain = [(rows, 1e3 * seconds(1, context, rows)) for rows in ROWS]
+    return CostTable(chain, [(batch, 1e3 * seconds(batch, context, 1)) for batch in (*BATCHES, 64)])
 
 
 @study.table(needs=("here",), repeats=9)
@@ -309,11 +303,9 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
     sizes, batches = ((1, 2, 4), (1, 2)) if ask.quick else ([r for r in ROWS if r < room], BATCHES)
     cells = [(1, 128, r, None) for r in sizes] + [(b, 128, 1, None) for b in batches]
     timed = time_passes(llm.decoder, cells, ask.repeats)
-    chain = tuple((r, median(timed[1, 128, r, None])) for r in sizes)
-    plain = tuple((b, median(timed[b, 128, 1, None])) for b in batches)
-    calibrated = CostTable(chain=chain, plain=plain, context=128, source="timed")
-    points = cost_points(lambda batch, context, rows: law.law.seconds(target, batch, context, rows), room)
-    planned = CostTable(**points, source="the planner's law")
+    chain = [(r, median(timed[1, 128, r, None])) for r in sizes]
+    calibrated = CostTable(chain, [(b, median(timed[b, 128, 1, None])) for b in batches])
+    planned = cost_table(lambda batch, context, rows: law.law.seconds(target, batch, context, rows), room)
     rows, apart = [], []
     for batch in ask.few((1, 4, 16)):
         for accept in ACCEPTS:
@@ -326,8 +318,8 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
         parts={"": rows},
         values={
             "nodes": rows,
-            "calibrated": asdict(calibrated),
-            "planned": asdict(planned),
+            "calibrated": calibrated.chain,
+            "planned": planned.chain,
             "law": asdict(law.law),
             "law_errors": [one["error"] for one in law.held_out],
             "machine": machine.describe(ask.device),

@@ -24,7 +24,8 @@ from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
 from paceline.engine.chances import Chances, History
 from paceline.engine.costs import CostTable, DraftCosts, interpolate
 
-PLAIN = FixedBudget(size=0)
+PLAIN = FixedBudget(0)
+TABLE = CostTable(chain=((1, 5.0), (64, 6.0)), plain=((1, 5.0), (8, 5.5)))
 
 
 def auto(world: World, cap: int = 8, **options: Any) -> AutoBudget:
@@ -47,49 +48,24 @@ def gain(world: World, batch: int, steps: int, cap: int = 8) -> float:
         (0, 0),
         (8, 8),
         ("8", 8),
-        ("1:8,4:4,16:0", ((1, 8), (4, 4), (16, 0))),
-        ({4: 4, 1: 8}, ((1, 8), (4, 4))),
-        ({"1": 3}, ((1, 3),)),
     ],
 )
 def test_forms(value: Any, wanted: Any) -> None:
     found = parse_budget(value)
-    assert (found.size if isinstance(found, FixedBudget) else found) == wanted
+    assert (found.most_nodes if isinstance(found, FixedBudget) else found) == wanted
 
 
 @pytest.mark.parametrize(
     "value",
-    [-1, 1025, True, 1.5, "many", "1:8,4", "1:2:3", "2:4", "1:8,1:4", "4:4,1:8", "1:-1", "1:2000", "", {}, {2: 1},
-     {1: 1.5}, [1]],
-)  # fmt: skip
+    [-1, "-1", 1025, "99999999999", True, 1.5, "1.5", "many", "1:8,4:4", "", "²", {}, {1: 3}, [1]],
+)
 def test_bad_input_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError):
         parse_budget(value)
 
 
-def test_a_table_takes_the_entry_below() -> None:
-    table = parse_budget("1:8,4:4,16:0")
-    assert isinstance(table, FixedBudget)
-    assert [table.size_at(b) for b in (1, 3, 4, 15, 16, 99)] == [8, 8, 4, 4, 0, 0]
-    assert table.plan([None, None], 5) == [4, 4]  # type: ignore[list-item]
-    assert table.reason() is None and not table.never_drafts
-    assert table.explain() == "by batch size: 1:8,4:4,16:0" and FixedBudget(size=3).explain() == "fixed at 3"
-    off = parse_budget("1:0,8:0")
-    assert isinstance(off, FixedBudget) and off.never_drafts and "every batch size" in str(off.reason())
-    assert off.explain() == off.reason() and FixedBudget(size=0).explain() == "the draft budget is 0"
-
-
-def test_a_table_drives_the_engine() -> None:
-    """Alone a request drafts; two together do not, and say why."""
-    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8]]
-    engine = assemble(_ngram())
-    engine.budget = engine.scheduler.budget = parse_budget("1:4,2:0")  # type: ignore[assignment]
-    alone = _answers(engine, prompts[:1])
-    together = _answers(engine, prompts)
-    assert alone[0].stats.drafted > 0
-    assert not any(o.stats.drafted for o in together[:1])
-    assert "batch sizes met" in together[0].stats.off_reason
-    assert alone[0].outputs[0].token_ids == together[0].outputs[0].token_ids
+def test_a_fixed_budget_explains_itself() -> None:
+    assert FixedBudget(3).explain() == "fixed at 3" and FixedBudget(0).explain() == "the draft budget is 0"
 
 
 points = st.lists(st.floats(0.1, 100), min_size=1, max_size=8).map(
@@ -109,12 +85,6 @@ def test_interpolation_goes_on_beyond_the_last_point() -> None:
     assert interpolate(((1, 1.0), (3, 2.0)), 2) == 1.5
     assert interpolate(((1, 1.0), (3, 2.0)), 5) == 3.0
     assert interpolate(((1, 1.0), (9, 9.0), (17, 9.0)), 33) == pytest.approx(9 + 16 * 0.5)  # a last flat stretch ends
-
-
-@pytest.mark.parametrize("chain", [(), ((2, 1.0),), ((1, 1.0), (1, 2.0)), ((1, 0.0),), ((1, float("nan")),)])
-def test_tables_that_cannot_be_are_refused(chain: Any) -> None:
-    with pytest.raises(ConfigError):
-        CostTable(chain=chain, plain=((1, 1.0),))
 
 
 def _text(chances: list[Chances]) -> History:
@@ -199,7 +169,7 @@ def test_rows_that_are_dearer_than_the_table_says_are_found_out_soon(batch: int)
 )
 def test_close_to_the_best_fixed_budget_where_drafts_pay(costs: str, acceptance: float, batch: int) -> None:
     world = World(STEP_COSTS[costs], acceptance=lambda _: acceptance, **LOOKUP)
-    best = max(run(FixedBudget(size=n), world, batch, 900).speed for n in (0, 1, 2, 4, 8))
+    best = max(run(FixedBudget(n), world, batch, 900).speed for n in (0, 1, 2, 4, 8))
     assert run(auto(world), world, batch, 900).speed >= 0.92 * best
 
 
@@ -268,7 +238,7 @@ def test_a_drafter_with_a_network_stops_where_a_level_does_not_pay() -> None:
 def test_off_is_said_of_answers_without_any_draft() -> None:
     """Rows that are far too dear: the first ones are measured, in the first answer, and nothing is drafted later."""
     llm = LLM("paceline-small", drafter="ngram", max_model_len=256)
-    budget = llm.engine.budget
+    budget = llm.engine.budget = llm.engine.scheduler.budget = AutoBudget(TABLE, cap=14)
     learn = budget.observe
     budget.observe = lambda step: learn(  # type: ignore[method-assign]
         replace(step, draft_ms=0.0, propose_ms=0.0, rest_ms=5.0 + 20.0 * sum(step.drafted))
@@ -350,21 +320,17 @@ def test_rows_are_tried_step_by_step() -> None:
 def test_the_cap_is_kept_and_checked() -> None:
     world = World(STEP_COSTS["flat"], acceptance=lambda _: 0.95)
     assert max(run(auto(world, cap=3), world, 1, 200).history) == 3
-    for cap in (0, 2000):
-        with pytest.raises(ConfigError):
-            AutoBudget(world.table(), cap=cap)
 
 
 def test_ids_do_not_depend_on_the_automatic_budget() -> None:
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8], [1, 2, 3, 4]]
     plain = _answers(assemble(), prompts)
     engine = assemble(_ngram())
-    table = CostTable(chain=((1, 5.0), (64, 6.0)), plain=((1, 5.0), (8, 5.5)))
-    engine.budget = engine.scheduler.budget = AutoBudget(table, cap=4)
+    engine.budget = engine.scheduler.budget = AutoBudget(TABLE, cap=4)
     drafted = _answers(engine, prompts)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
     assert sum(o.stats.drafted for o in drafted) > 0
-    assert engine.budget.describe()["steps"] > 0 and not engine.budget._histories  # ended sequences are forgotten
+    assert not engine.budget._histories  # ended sequences are forgotten
 
 
 def _ngram() -> Any:

@@ -23,7 +23,7 @@ class Bench:
 
     def __init__(self, blocks: int = 100, budget: int = 0, **limits: int) -> None:
         self.pool = KVPool(1, 1, 2, blocks * SIZE, torch.float32, torch.device("cpu"), SIZE)
-        self.scheduler = Scheduler(self.pool, SchedulerConfig(**limits), FixedBudget(size=budget))
+        self.scheduler = Scheduler(self.pool, SchedulerConfig(**limits), FixedBudget(budget))
         self.made = 0
 
     def add(self, prompt: int | list[int], max_tokens: int = 50, n: int = 1, **params: int) -> list[Sequence]:

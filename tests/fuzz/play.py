@@ -144,7 +144,7 @@ def _engine_options(longest: int, draw: random.Random) -> dict[str, int]:
 
 
 def _budget_kind(draw: random.Random) -> str:
-    return draw.choice(["own", "own", "1", "3", "9", "40", "table", "auto", "auto", "0"])
+    return draw.choice(["own", "own", "1", "3", "9", "40", "5", "auto", "auto", "0"])
 
 
 # Budgets
@@ -174,10 +174,8 @@ def _set_budget(engine: Engine, case: Case) -> None:
         table = CostTable(chain=((1, 5.0), (8, 5.4), (64, 9.0)), plain=((1, 5.0), (8, 5.6), (64, 11.0)))
         budget = TimelessBudget.of(drafter.spec, table)
         budget.times = random.Random(case.seed)
-    elif case.budget == "table":
-        budget = FixedBudget(size=((1, 8), (2, 5), (4, 0), (6, 2)))
     else:
-        budget = FixedBudget(size=int(case.budget))
+        budget = FixedBudget(int(case.budget))
     engine.budget = engine.scheduler.budget = budget
 
 

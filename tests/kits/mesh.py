@@ -52,5 +52,5 @@ def engine_over(decoders: Sequence[Decoder], drafter: Any, round: str, **limits:
     round_ = config.over(RoundParts(target=last, pool=pool, drafter=drafter), stage_line)
     shape = last.config
     known = EngineLimits(vocab_size=shape.vocab_size, max_model_len=shape.max_position, eos_ids=shape.eos_ids)
-    budget = FixedBudget(size=8 if drafter is not None else 0, why="" if drafter is not None else "no drafter")
+    budget = FixedBudget(8 if drafter is not None else 0, why="" if drafter is not None else "no drafter")
     return Engine(round_, pool, known, SchedulerConfig(**limits), budget, TOY_TEXTS, {})

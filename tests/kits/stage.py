@@ -153,7 +153,7 @@ def engine_over(
     ticks = watch_ticks(round_)
     limits = EngineLimits(vocab_size=CONFIG.vocab_size, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
     scheduler = SchedulerConfig(max_sequences=64, max_batch_rows=max_batch_rows)
-    budget = FixedBudget(size=8 if drafter is not None else 0, why="" if drafter is not None else "no drafter")
+    budget = FixedBudget(8 if drafter is not None else 0, why="" if drafter is not None else "no drafter")
     return Engine(round_, pool, limits, scheduler, budget, TOY_TEXTS, {}), stage_line, ticks
 
 

@@ -395,7 +395,7 @@ def assemble(
         pool,
         limits,
         SchedulerConfig(max_sequences=max_sequences, max_batch_rows=max_batch_rows, **limits_of_a_step),
-        FixedBudget(size=size, why="no drafter was named" if drafter is None else "budget=0"),
+        FixedBudget(size, why="no drafter was named" if drafter is None else "budget=0"),
         texts,
         {application.name: application for application in applications},
     )

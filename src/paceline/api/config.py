@@ -13,7 +13,7 @@ import torch
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import HIGHEST, check, shown
 from ..draft import registry
-from ..engine.budget import FixedBudget, parse_budget
+from ..engine.budget import AUTO, parse_budget
 from ..engine.rounds import parse_round
 from ..engine.scheduler import parse_prompt_rows
 from ..engine.verification import DEFAULT_VERIFIER, VERIFIERS
@@ -47,7 +47,7 @@ class LLMConfig(LLMOptions):
             parse_cluster(self.cluster)
             self._check_cluster()
         chosen = parse_budget(self.budget)
-        off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.size == 0)
+        off = self.budget is None or (chosen != AUTO and chosen.most_nodes == 0)
         if not off and self.drafter is None:
             subject = f"budget={shown(self.budget)} without a drafter"
             raise ConfigError(subject, "there is no drafter", "name one: drafter='ngram'")

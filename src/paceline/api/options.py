@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.options import check, option
@@ -58,9 +57,9 @@ class LLMOptions:
         help="sample_and_match, or rejection or block (for drafts that carry q)",
         choices=VERIFIERS,
     )
-    budget: int | str | Mapping[int | str, int] | None = option(
+    budget: int | str | None = option(
         None,
-        help="drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default",
+        help="drafted nodes a step: a number (0: plain decoding), or auto, the default",
     )
     dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64, int8, q8_0 or q4_0")
     device: str = option("cpu", help="cpu or cuda")

@@ -129,7 +129,6 @@ class EngineRunner:
             return replace(group.blank(self.method.name, repeat), error=f"{type(error).__name__}: {error}")
         finally:
             gc.enable()
-        trial.budget = engine.budget.describe()
         trial.off_reason = engine.round.failure or (None if self.method.plain else trial.off_reason)
         return trial
 

@@ -109,7 +109,6 @@ class Trial(Record):
     pruned: int = 0  # proposed nodes that were pruned in mid-pass
     stream_drafts: int = 0  # passes after which streams were read
     rode: int = 0  # those in which the last accepted node carried its streams
-    budget: dict[str, Any] | None = None  # what the draft budget chose, and why
     error: str | None = None  # why the trial failed; then there are no outputs
     off_reason: str | None = None  # why speculation was off, or was put aside on the way
 

@@ -21,13 +21,12 @@ from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Self
+from typing import Self
 
-from ..core.errors import ConfigError
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
 from ..draft.base import DrafterSpec
-from .budget import MAX_BUDGET, DraftBudget, StepRecord
+from .budget import DraftBudget, StepRecord
 from .chances import FIRST_GAIN, AskGain, Chances, History, best_count
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 
@@ -83,9 +82,6 @@ class AutoBudget(DraftBudget):
             does not call it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
         spares: whether a drafter reads states of the step before a draft, and of no earlier one.
-
-    Raises:
-        ConfigError: a cap out of range.
     """
 
     def __init__(
@@ -100,9 +96,7 @@ class AutoBudget(DraftBudget):
         blind: bool = False,
         spares: bool = False,
     ) -> None:
-        if not 1 <= cap <= MAX_BUDGET:
-            raise ConfigError(f"a cap of {cap} nodes", f"it must be 1 to {MAX_BUDGET}", "budget=0 drafts nothing")
-        self.cap, self.sources = cap, tuple(sources)
+        self.most_nodes, self.sources, self.rule = cap, tuple(sources), self
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
         self.learns, self.rests = True, False
@@ -113,15 +107,16 @@ class AutoBudget(DraftBudget):
         self._histories: dict[int, History] = {}
         self._sizes: dict[int, _BatchSize] = {}  # by bucket
         self._expected: dict[int, float] = {}  # source -> expected gain of its first call, in tokens
-        self._steps = self._rested = 0
+        self._steps = 0
         self._saved = [0.0] * (len(self.sources) + 1)  # ms for trials by source, and of rows
         # The last look set these; they stand until the next look:
         self._looked = self._next = 0  # the step of the last look, and of the next one
         self._keys: list[int] = []
-        self._batch = self._context = 0
+        self._batch = 0
         self._size = _BatchSize([])
         self._plain_ms, self._rate = table.step_ms(1, 0), 0.0  # ms of a plain step; tokens a ms, over the batch
-        self._prices, self._floors = [0.0], dict[tuple[int, int], float]()  # see `_priced`, `level_chance`
+        self._prices = [0.0] * 9  # tokens that 0, 1, .. drafted rows cost, the margin included
+        self._floors: dict[tuple[int, int], float] = {}  # see `level_chance`
         self._budgets: list[int] = []
         self._asks = [_Asks() for _ in sources]
         self._tries = False  # whether calls are made to learn
@@ -158,7 +153,6 @@ class AutoBudget(DraftBudget):
             self._keys, self._next = [], self._steps + 1
         budgets = self._budgets if self.learns or same else [0] * len(keys)
         resting = not any(budgets)
-        self._rested += resting and self._size.plain_at < self._steps
         self.rests = resting and self._spares and self._steps + 1 < self._next
         return budgets
 
@@ -169,16 +163,16 @@ class AutoBudget(DraftBudget):
         for view in views:
             history = self._histories.get(view.key)
             if history is None:
-                history = History(view, self._chances, len(self.sources), self._steps, self._rested)
+                history = History(view, self._chances, len(self.sources), self._steps)
                 self._histories[view.key] = history
             history.at_batch(size.gains)
             histories.append(history)
-        context = sum([len(view.tokens) for view in views])
-        self._plain_ms = self.costs.predict(self._batch, 0, context)
+        self._plain_ms = self.costs.predict(self._batch, 0)
         self._save(self._plain_ms * (self._steps - self._looked - 1))  # what the steps between took, at the least
         self._looked, self._next = self._steps, self._steps + 1
-        self._context, self._prices, self._floors = context, [0.0], {}
         self._rate = max(self._batch / self._plain_ms, size.tokens / size.ms if size.ms else 0.0)
+        rise = self.costs.rise(self._batch, max(8, self.most_nodes * len(views)))
+        self._prices, self._floors = [self._rate * (1 + MARGIN) * ms for ms in rise], {}
         self._asks, self._tries = [_Asks() for _ in self._asks], False
         if self._plain_due():
             return [0] * len(views)
@@ -191,9 +185,9 @@ class AutoBudget(DraftBudget):
             self._next += REST - 1
         elif size.looks >= KNOWN_AFTER and not self._tries:
             self._next += LOOK_EVERY - 1
-        best = [self.cap for _ in histories]
+        best = [self.most_nodes for _ in histories]
         if self._blind:  # scores may not be looked at: so many nodes as pay by their depth
-            best = [max(1, best_count(h.unscored(self.cap), self._priced(self.cap))) for h in histories]
+            best = [max(1, best_count(h.unscored(self.most_nodes), self._prices)) for h in histories]
         return [count if i in due else 0 for i, count in enumerate(best)]
 
     def _size_at(self, batch: int) -> _BatchSize:
@@ -203,17 +197,10 @@ class AutoBudget(DraftBudget):
             size = self._sizes[bucket(batch)] = _BatchSize(first)
         return size
 
-    def _priced(self, most: int) -> list[float]:
-        """Return [at least most + 1] tokens that 0, 1, .. drafted rows cost, the margin included."""
-        if len(self._prices) <= most:
-            rate = self._rate * (1 + MARGIN)
-            self._prices = [rate * ms for ms in self.costs.rise(self._batch, most, self._context)]
-        return self._prices
-
     @property
     def row_chance(self) -> float:
         """Return the chance of being accepted that pays for a row, where rows are cheapest."""
-        prices = self._priced(8)
+        prices = self._prices
         return min(prices[1], prices[2] / 2, prices[4] / 4, prices[8] / 8) / (1 + MARGIN)
 
     def _plain_due(self) -> bool:
@@ -356,7 +343,7 @@ class AutoBudget(DraftBudget):
         limit = nodes if self._blind else min(nodes, max(FIRST_ROWS, 2 * self._size.rows))
         new, tries = not self._size.rows, self._tries_rows(limit)
         # Of what was never measured the price means nothing: for now, rows are free.
-        prices = [0.0] * (nodes + 1) if tries and new else self._priced(nodes)
+        prices = [0.0] * (nodes + 1) if tries and new else self._prices
         paying = nodes if self._blind else best_count(chances, prices)
         count = limit if tries else min(paying, limit)
         if self.learns:
@@ -364,7 +351,6 @@ class AutoBudget(DraftBudget):
                 self._asks[0].passes = levels if passes is None else passes
             if new or not tries:  # a call is worth its gain once so many rows are known
                 self._learn_gains(histories, trees, ranked[:paying], prices[paying])
-        self._rested += nodes > 0 and not count
         self._choice, self._all = (self._batch, count, sum(chances[:count])), 0 < count == nodes and not tries
         if not 0 < count < nodes:
             return trees if count else []
@@ -374,13 +360,13 @@ class AutoBudget(DraftBudget):
         return [tree.subset(nodes_left) for tree, nodes_left in zip(trees, selected, strict=True)]
 
     def _tries_rows(self, rows: int) -> bool:
-        """Return whether so many rows are checked whatever is expected of them, lest a table that is wrong stay so.
+        """Return whether so many rows are checked whatever is expected of them, so that a wrong table does not last.
 
         The first ones of a batch size always are, more where the saved time pays for what they seem to cost.
         """
         if self._blind or not (rows and self.learns) or self.costs.visits(self._batch, rows) >= WINDOW:
             return False
-        return not self._size.rows or self._spend(-1, self._priced(rows)[rows] / self._rate)
+        return not self._size.rows or self._spend(-1, self._prices[rows] / self._rate)
 
     # -- learning
 
@@ -411,8 +397,7 @@ class AutoBudget(DraftBudget):
             size, dear = self._size_at(batch), False
             prepared = any(step.budgets) and self._prepares is not None and self._asks[self._prepares].opens
             if drafted or not prepared:
-                context = sum([len(s.tokens) for s in step.sequences])
-                dear = self.costs.observe(batch, drafted, context, step.rest_ms)
+                dear = self.costs.observe(batch, drafted, step.rest_ms)
                 if not drafted:
                     size.plain_at = self._steps
             size.looks += 1
@@ -441,30 +426,19 @@ class AutoBudget(DraftBudget):
         at, self._keys = self.sources.index(source), []
         if expected is not None:
             self._expected[at] = expected
+        for size in self._sizes.values():
+            size.gains[at] = AskGain(self._expected.get(at, FIRST_GAIN))
         for mark in range(len(self._chances)) if self._one else [at]:
             self._chances[mark].doubt()
-        for size in self._sizes.values():
-            size.gains = [
-                AskGain(self._expected.get(at, FIRST_GAIN)) if k == at else g for k, g in enumerate(size.gains)
-            ]
-        for history in self._histories.values():
-            for mark in range(len(self._chances)) if self._one else [at]:
-                history.shift[mark] = 0.0
+            for history in self._histories.values():
+                history.shift[mark], history.shared = 0.0, ()
 
     # -- explanations
 
-    @property
-    def rule(self) -> AutoBudget:
-        """Return this budget, which is the rule; see `DraftBudget.rule`."""
-        return self
-
     def idle_reason(self, sequence: Sequence) -> str | None:
         """Return why nothing at all was drafted for a sequence, where drafts did not pay in most of its steps."""
-        history = self._histories.get(sequence.key)
-        if history is None or sequence.stats.drafted:
-            return None
-        rests, steps = self._rested - history.rested_before, self._steps - history.born + 1
-        return self._explain(1, 0, 0.0) if rests > steps / 2 else None
+        met = sequence.key in self._histories and sequence.stats.passes > PLAIN_FIRST
+        return self._explain(1, 0, 0.0) if met and not sequence.stats.drafted else None
 
     def explain(self) -> str:
         """Describe what the last step that called for drafts chose, and why."""
@@ -483,30 +457,3 @@ class AutoBudget(DraftBudget):
             return f"{at}: drafts do not pay ({asks})"
         many = "1 node" if nodes == 1 else f"{nodes} nodes"
         return f"{at}: {many}, {tokens:.2f} accepted of them ({1 + tokens / batch:.2f} tokens a pass expected; {asks})"
-
-    def describe(self) -> dict[str, Any]:
-        """Return the last choice and the figures it rests on."""
-        _, nodes, tokens = self._choice
-        return {
-            "kind": "auto",
-            "why": self.explain(),
-            "cap": self.cap,
-            "batch_size": self._batch,
-            "nodes": nodes,
-            "expected_tokens": tokens,
-            "plain_ms": self._plain_ms,
-            "row_chance": self.row_chance,
-            "sources": {
-                name: {
-                    "gain": self._size.gains[k].gain if self._size.gains else FIRST_GAIN,
-                    "ask_ms": costs.predict(1),
-                    "level_ms": costs.level_ms(1),
-                    "catch_up_ms": costs.catch_up_ms,
-                    "held": self._chances[k].by_depth(),  # chance by depth, given the node above
-                }
-                for k, (name, costs) in enumerate(zip(self.sources, self.draft_costs, strict=True))
-            },
-            "rested_steps": self._rested,
-            "steps": self._steps,
-            "costs": self.costs.table.source,
-        }

@@ -1,20 +1,18 @@
-"""How many nodes to draft: fixed, by batch size, or chosen by the engine (`auto.AutoBudget`)."""
+"""How many nodes to draft: a fixed number, or what the engine chooses (`auto.AutoBudget`)."""
 
 from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from ..core.errors import ConfigError
-from ..core.options import MOST_TEXT, shown
+from ..core.options import shown
 from ..core.sequence import Sequence
 from ..draft.base import DraftRule
 
 MAX_BUDGET = 1024  # nodes a tree; beyond this a mask alone outweighs the model
 AUTO: Literal["auto"] = "auto"
-FORMS = "give a number, a table such as '1:8,4:4,16:0', or 'auto'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +35,10 @@ class DraftBudget:
     The methods here suit a budget that learns nothing.
     """
 
+    most_nodes: int  # of a sequence in a step
     learns = False  # whether the engine calls `observe` for the coming step; it reads this after `plan`
+    rule: DraftRule | None = None  # chooses among the proposed nodes; None: all within the budget are checked
     rests = False  # neither the coming step nor the one after it drafts: nothing need be prepared; read after `plan`
-
-    @property
-    def never_drafts(self) -> bool:
-        """Return whether the budget is always 0, so that `plan` need not be called."""
-        return False
-
-    @property
-    def rule(self) -> DraftRule | None:
-        """Return what chooses among the proposed nodes; None: all within the budget are checked."""
-        return None
 
     def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
         """Nodes for the coming step.
@@ -86,112 +76,45 @@ class DraftBudget:
 
     def explain(self) -> str:
         """Explain the choice in a sentence."""
-        return str(self.describe()["why"])
-
-    def describe(self) -> dict[str, Any]:
-        """Return what was chosen and why, ready for JSON; ``kind`` and ``why`` are always there."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FixedBudget(DraftBudget):
-    """The same number of nodes for every sequence in every step, or one by batch size.
+    """The same number of nodes for every sequence in every step."""
 
-    The entry of the largest listed batch size that is not above the current one.
-    """
-
-    size: int | tuple[tuple[int, int], ...]  # nodes, or (batch size, nodes), ascending, from batch size 1 on
-    why: str | None = None  # the reason that is given where the size is 0
+    most_nodes: int
+    why: str | None = None  # the reason that is given where it is 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, int):
-            _check_size(self.size, f"budget={shown(self.size)}")
-            return
-        subject = f"budget={shown(dict(self.size))}"
-        if not self.size or self.size[0][0] != 1:
-            raise ConfigError(subject, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
-        if any(later <= earlier for (earlier, _), (later, _) in pairwise(self.size)):
-            raise ConfigError(subject, "batch sizes must ascend, each listed once", "write it like 1:8,4:4,16:0")
-        for _, size in self.size:
-            _check_size(size, subject)
-
-    def __str__(self) -> str:
-        return str(self.size) if isinstance(self.size, int) else ",".join(f"{b}:{nodes}" for b, nodes in self.size)
-
-    @property
-    def never_drafts(self) -> bool:
-        """Return whether every size is 0."""
-        return self.size == 0 if isinstance(self.size, int) else all(nodes == 0 for _, nodes in self.size)
-
-    def size_at(self, batch_size: int) -> int:
-        """Nodes at a batch size."""
-        if isinstance(self.size, int):
-            return self.size
-        return next(nodes for batch, nodes in reversed(self.size) if batch <= max(1, batch_size))
+        if not 0 <= self.most_nodes <= MAX_BUDGET:
+            subject = f"budget={shown(self.most_nodes)}"
+            raise ConfigError(subject, f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off")
 
     def plan(self, sequences: abc.Sequence[Sequence], batch_size: int) -> list[int]:
-        """Return the same number of nodes for each sequence: that of the batch size."""
-        return [self.size_at(batch_size)] * len(sequences)
+        """Return the number for each sequence."""
+        return [self.most_nodes] * len(sequences)
 
     def reason(self) -> str | None:
-        """Why nothing is drafted at any batch size."""
-        if not self.never_drafts:
-            return None
-        if isinstance(self.size, int):
-            return self.why or "the draft budget is 0"
-        return f"the draft budget is 0 at every batch size ({self})"
+        """Return why nothing is drafted, where the number is 0."""
+        return None if self.most_nodes else self.why or "the draft budget is 0"
 
-    def idle_reason(self, sequence: Sequence) -> str | None:
-        """Why a sequence drafted nothing, also where the table allows drafts in smaller batches."""
-        if isinstance(self.size, int):
-            return self.reason()
-        stats = sequence.stats
-        return f"the draft budget is 0 at the batch sizes met ({self})" if stats.passes and not stats.drafted else None
-
-    def describe(self) -> dict[str, Any]:
-        """Return the size, or the table."""
-        if isinstance(self.size, int):
-            return {"kind": "fixed", "nodes": self.size, "why": self.reason() or f"fixed at {self.size}"}
-        return {"kind": "table", "table": dict(self.size), "why": self.reason() or f"by batch size: {self}"}
+    def explain(self) -> str:
+        """Return the reason, or the number."""
+        return self.reason() or f"fixed at {self.most_nodes}"
 
 
-def parse_budget(value: int | str | abc.Mapping[Any, Any] | None) -> FixedBudget | Literal["auto"]:
-    """Return the budget that a user requested: a number, a table, or ``auto`` (also None).
+def parse_budget(value: int | str | None) -> FixedBudget | Literal["auto"]:
+    """Return the budget that a user requested: a number, or ``auto`` (also None).
 
     Raises:
         ConfigError: neither, or out of range.
     """
-    if value is None:
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text is None or text == AUTO:
         return AUTO
-    if isinstance(value, bool) or not isinstance(value, int | str | abc.Mapping):
-        raise ConfigError(f"budget={shown(value)}", "not a draft budget", FORMS)
-    if isinstance(value, int):
-        return FixedBudget(size=value, why=f"budget={shown(value)}")
-    if isinstance(value, abc.Mapping):
-        return FixedBudget(size=tuple(sorted((_whole(b, value), _whole(n, value)) for b, n in value.items())))
-    text = value.strip().lower()
-    if len(text) > MOST_TEXT:
-        raise ConfigError(f"budget={shown(value)}", f"it has {len(text):,} characters", FORMS)
-    if text == AUTO:
-        return AUTO
-    if ":" not in text:
-        size = _whole(text, value)
-        return FixedBudget(size=size, why=f"budget={size}")
-    pairs = [entry.split(":") for entry in text.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ConfigError(f"budget={shown(value)}", "an entry is not of the form BATCH:NODES", FORMS)
-    return FixedBudget(size=tuple((_whole(batch, value), _whole(size, value)) for batch, size in pairs))
-
-
-def _whole(part: Any, whole: Any) -> int:
-    try:
-        if isinstance(part, bool | float):
-            raise ValueError
-        return int(part)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"budget={shown(whole)}", f"{shown(part)} is not a whole number", FORMS) from error
-
-
-def _check_size(size: int, subject: str) -> None:
-    if not 0 <= size <= MAX_BUDGET:
-        raise ConfigError(subject, f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off")
+    if isinstance(text, str) and text.isascii() and text.removeprefix("-").isdigit() and len(text) < 10:
+        text = int(text)
+    if isinstance(text, bool) or not isinstance(text, int):
+        raise ConfigError(f"budget={shown(value)}", "it is not a draft budget", "give a number, or 'auto'")
+    return FixedBudget(text, why=f"budget={text}")

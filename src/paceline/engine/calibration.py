@@ -158,8 +158,6 @@ def quick_estimate(decoder: Decoder, max_sequences: int) -> CostTable:
     if len(plain) == 1:  # sequences were not timed: a sequence is taken to cost what a row does
         plain |= {r: best[1, r] for r in rows[1:] if (1, r) in best}
     return CostTable(
-        chain=tuple((r, best[1, r]) for r in rows if (1, r) in best),
-        plain=tuple(sorted(plain.items())),
-        context=context,
-        source="quick estimate at start-up",
+        chain=[(r, best[1, r]) for r in rows if (1, r) in best],
+        plain=sorted(plain.items()),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import abc
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate
 from math import exp
 from operator import mul
@@ -58,15 +58,6 @@ class Chances:
         """Keep the averages as a first guess alone: another drafter takes the place of this source."""
         self._tries = [PRIOR] * len(self.odds)
 
-    def by_depth(self) -> list[float]:
-        """Return, for depths 1, 2, 3-4, 5-8 and beyond, the share of nodes that were right, of those met so far."""
-        chances = []
-        for first in range(0, len(self.odds), CLASSES):
-            cells = range(first, first + CLASSES)
-            met = [self._tries[cell] - PRIOR + 0.01 for cell in cells]
-            chances.append(sum([self._share[cell] * n for cell, n in zip(cells, met, strict=True)]) / sum(met))
-        return chances
-
 
 def cell_of(log_chance: float, depth: int) -> int:
     """Return the class of a node, from its drafter's estimate given its parent (NaN: none)."""
@@ -93,6 +84,7 @@ class AskGain:
         self.asks += 1
 
 
+@dataclass(slots=True)
 class History:
     """State of one sequence: its last proposal, the shift of its odds, and the gain of each source.
 
@@ -100,25 +92,25 @@ class History:
         view: of the sequence.
         chances: by source mark, shared by all sequences.
         sources: how many drafters may be called for it.
-        step, rested: steps before its first one, and those of them at which nothing was drafted.
+        born: step of its first draft.
     """
 
-    __slots__ = ("asked_at", "base", "begun", "born", "chances", "gains", "proposal", "rested_before", "seen", "shared",
-                 "shift", "view")  # fmt: skip
+    view: Sequence
+    chances: abc.Sequence[Chances]
+    sources: InitVar[int]
+    born: int = 0
+    base: int = 0  # tokens of the text at the last proposal
+    proposal: list[tuple[int, int, int, int, float]] = field(default_factory=list)  # token, parent, mark, class, chance
+    shared: abc.Sequence[AskGain] = ()  # by source: gains over all sequences at this batch size
+    gains: list[AskGain] = field(default_factory=list)  # by source: its own; until it was called, the shared one
+    shift: list[float] = field(init=False)  # by source mark: log odds against those of all sequences
+    seen: list[int] = field(init=False)  # tokens of the text that each source has processed
+    asked_at: list[int] = field(init=False)  # step of the last call
+    begun: list[bool] = field(init=False)  # whether the last call only prepared the next one
 
-    def __init__(
-        self, view: Sequence, chances: abc.Sequence[Chances], sources: int, step: int = 0, idle_before: int = 0
-    ) -> None:
-        self.view, self.chances = view, chances
-        self.shift = [0.0] * len(chances)  # by source mark: log odds against those of all sequences
-        self.base = 0  # tokens of the text at the last proposal
-        self.proposal: list[tuple[int, int, int, int, float]] = []  # token, parent, mark, class, chance of each node
-        self.born, self.rested_before = step, idle_before
-        self.shared: abc.Sequence[AskGain] = ()  # by source: gains over all sequences at this batch size
-        self.gains: list[AskGain] = []  # by source: those of the sequence; until it was requested, the shared one
-        self.seen = [0] * sources  # tokens of the text that each source has processed
-        self.asked_at = [-1] * sources  # step of the last call
-        self.begun = [False] * sources  # whether the last call only prepared the next one
+    def __post_init__(self, sources: int) -> None:
+        self.shift, self.seen = [0.0] * len(self.chances), [0] * sources
+        self.asked_at, self.begun = [-1] * sources, [False] * sources
 
     def at_batch(self, shared: abc.Sequence[AskGain]) -> None:
         """Begin with the gains at another batch size."""

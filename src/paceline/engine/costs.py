@@ -1,6 +1,6 @@
-"""The cost of steps: a measured table, corrected by every step that is run.
+"""The cost of steps: a table of measured passes, corrected by every step that is run.
 
-    step(B, R)  =  [ plain(B) + chain(B + R) - chain(B) + context ]  x  correction
+    step(B, R)  =  [ plain(B) + chain(B + R) - chain(B) ]  x  correction
                     B sequences of one row each, R drafted rows on top
 
 The table is timed when the engine starts, and gives the shape of the costs: eight rows cost little
@@ -11,103 +11,63 @@ what the table leaves out: sampling, book-keeping, trees.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from statistics import mean, median_low
+from itertools import accumulate
+from statistics import median_low
 
-from ..core.errors import ConfigError
-
-Points = tuple[tuple[int, float], ...]  # (count, ms), counts ascending
+Points = Sequence[tuple[int, float]]  # (count, ms), counts ascending from 1 on
 
 STEEPEST = 1.5  # a correction moves by a factor of this at most for one observation
 WINDOW = 3  # observations of which the median counts: one accident in three changes nothing
 SLOWEST = 0.02  # least weight of a new observation in a correction or in the mean of a drafter's calls
 MACHINE = 0.2  # weight of a new observation in the correction that all steps share
 DEPTH_RATE = 0.1  # least weight of a call in the passes that calls take
-RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
 LEVELS = 6  # passes that a draft takes, before any was seen
 NOISE = 0.1  # of a plain step's time, by which a mean of few steps may be off
 NEAR = 16  # tokens a sequence; a drafter that is further back catches up, which is priced separately
 FEW = 64  # tokens to catch up with, from which a call learns half as much as from many
-# Of tables that are predicted:
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
-CONTEXT = 128  # committed tokens of each
 
 
-@dataclass(frozen=True, kw_only=True)
 class CostTable:
     """Milliseconds of a target pass, host work included, piecewise linear and never falling.
 
     Args:
         chain: by rows of one sequence.
         plain: by sequences of one row each.
-        context: committed tokens of each sequence in those passes.
-        context_ms: by what a pass grows for every further 1,000 committed tokens, over all sequences.
-        source: where the figures come from, in words.
     """
 
-    chain: Points
-    plain: Points
-    context: int = 0
-    context_ms: float = 0.0
-    source: str = "given"
-
-    def __post_init__(self) -> None:
-        for name in ("chain", "plain"):
-            object.__setattr__(self, name, _rising(name, getattr(self, name)))
-        if not (math.isfinite(self.context_ms) and self.context_ms >= 0 and self.context >= 0):
-            raise ConfigError("a cost table", "its context figures are not numbers from 0 on", "measure again")
+    def __init__(self, chain: Points, plain: Points) -> None:
+        self.chain, self.plain = _rising(chain), _rising(plain)
 
     def chain_ms(self, rows: float) -> float:
         """Return one sequence with ``rows`` rows."""
         return interpolate(self.chain, rows)
 
-    def step_ms(self, batch_size: int, extra: float, context: int | None = None) -> float:
-        """Return a step of ``batch_size`` sequences with ``extra`` drafted rows over all of them.
-
-        Args:
-            context: committed tokens over all sequences; None: as in the table.
-        """
-        grown = 0 if context is None else context - batch_size * self.context
-        base = interpolate(self.plain, batch_size) + self.context_ms * grown / 1000
-        drafted = self.chain_ms(batch_size + extra) - self.chain_ms(batch_size) if extra > 0 else 0.0
-        return max(base, self.chain[0][1] / 2) + drafted  # a short context cannot make a pass free
+    def step_ms(self, batch_size: int, extra: float) -> float:
+        """Return a step of ``batch_size`` sequences with ``extra`` drafted rows over all of them."""
+        drafted = self.chain_ms(batch_size + extra) - self.chain_ms(batch_size)
+        return interpolate(self.plain, batch_size) + drafted
 
 
-def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:
-    """Return the points, none below one before it: a pass over more rows is not cheaper, only noise suggests it.
-
-    Neighbours out of order share their mean (isotonic regression by pooling adjacent violators).
-    """
-    counts = [count for count, _ in points]
-    if not points or counts[0] != 1 or any(b <= a for a, b in pairwise(counts)):
-        raise ConfigError(f"{name} costs at {counts}", "counts must ascend from 1 on", "measure 1 first")
-    if any(not math.isfinite(ms) or ms <= 0 for _, ms in points):
-        raise ConfigError(f"{name} costs", "every figure must be a number above 0", "measure again")
-    pools: list[list[float]] = []
-    for _, ms in points:
-        pools.append([ms])
-        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    level = [mean(pool) for pool in pools for _ in pool]
-    return tuple(zip(counts, accumulate(level, max), strict=True))
+def _rising(points: Points) -> Points:
+    """Return the points, none above one after it: noise only adds to a pass, and fewer rows are not dearer."""
+    least = list(accumulate([ms for _, ms in reversed(points)], min))
+    return [(count, ms) for (count, _), ms in zip(points, reversed(least), strict=True)]
 
 
 def interpolate(points: Points, count: float) -> float:
-    """Linear between points; beyond the last one on as between the first and the last, or the last two if steeper."""
-    if len(points) == 1 or count <= points[0][0]:
+    """Interpolate linearly; beyond the last point, take the slope over all points, or over the last two if steeper."""
+    if len(points) == 1:
         return points[0][1]
-    i = bisect_right(points, (count, math.inf))
-    if i < len(points):
-        (x0, y0), (x1, y1) = points[i - 1], points[i]
-        return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
-    (first, low), (before, near), (last, high) = points[0], points[-2], points[-1]
-    slope = max((high - low) / (last - first), (high - near) / (last - before))
-    return high + slope * (count - last)
+    i = min(max(1, bisect_left(points, (count,))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    slope = (y1 - y0) / (x1 - x0)
+    if count > x1:
+        slope = max(slope, (y1 - points[0][1]) / (x1 - points[0][0]))
+    return y1 + slope * (count - x1)
 
 
 def bucket(count: int) -> int:
@@ -139,48 +99,47 @@ class StepCosts:
         self._kinds: dict[tuple[int, int], _Deviation] = {}
         self._more: dict[int, list[tuple[float, int]]] = {}  # by batch size: the table's times of 1, 2, .. rows
 
-    def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
+    def predict(self, batch_size: int, extra: int) -> float:
         """Return expected ms of a step, without the drafter's own time."""
-        return self.table.step_ms(batch_size, extra, context) * self._factor(bucket(batch_size), bucket(extra))
+        return self.table.step_ms(batch_size, extra) * self._factor(bucket(batch_size), bucket(extra))
 
-    def rise(self, batch_size: int, most: int, context: int) -> list[float]:
+    def rise(self, batch_size: int, most: int) -> list[float]:
         """Return [most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
-        first, table = bucket(batch_size), self.table
-        more, base = self._more.setdefault(batch_size, []), table.chain_ms(batch_size)
-        more += [(table.chain_ms(batch_size + rows) - base, bucket(rows)) for rows in range(len(more) + 1, most + 1)]
+        first, plain = bucket(batch_size), self.table.step_ms(batch_size, 0)
+        more = self._more.setdefault(batch_size, [])
+        more += [
+            (self.table.step_ms(batch_size, rows) - plain, bucket(rows)) for rows in range(len(more) + 1, most + 1)
+        ]
         factors = [self._factor(first, rows) for rows in range(bucket(most) + 1)]
-        plain = table.step_ms(batch_size, 0, context)
         now = plain * factors[0]
         rise = [*accumulate([(plain + ms) * factors[rows] - now for ms, rows in more[:most]], max, initial=0.0)]
         # Where rows cost more than in the table by more than noise may be, rows beyond those seen do, in proportion.
-        seen = [rows for rows in range(1, bucket(most)) if self._seen(first, rows)]
-        if seen and (last := 1 << max(0, seen[-1] - 1)) < most:
+        seen = [rows for rows in range(1, bucket(most)) if self._visits(first, rows) >= WINDOW]
+        if seen and (last := 1 << seen[-1] - 1) < most:
             sure, estimated = rise[last] - NOISE * now, more[last - 1][0]
             if sure > estimated > 0:
                 beyond = zip(rise[last + 1 :], more[last:most], strict=True)
                 rise[last + 1 :] = [max(cost, ms * sure / estimated) for cost, (ms, _) in beyond]
         return rise
 
-    def _seen(self, sequences: int, rows: int) -> bool:
-        """Return whether a correction of this kind of step rests on several."""
-        kind = self._kinds.get((sequences, rows))
-        return kind is not None and kind.visits >= WINDOW
-
     def visits(self, batch_size: int, extra: int) -> int:
         """Return steps of this kind that were observed."""
-        kind = self._kinds.get((bucket(batch_size), bucket(extra)))
+        return self._visits(bucket(batch_size), bucket(extra))
+
+    def _visits(self, sequences: int, rows: int) -> int:
+        kind = self._kinds.get((sequences, rows))
         return kind.visits if kind else 0
 
-    def observe(self, batch_size: int, extra: int, context: int, ms: float) -> bool:
-        """Learn from one step: its sequences, drafted rows, committed tokens and ms without the drafter's time.
+    def observe(self, batch_size: int, extra: int, ms: float) -> bool:
+        """Learn from one step: its sequences, drafted rows, and ms without the drafter's time.
 
         Returns:
             Whether it took longer than expected by more than noise.
         """
         if ms <= 0:
             return False
-        dear = ms > (1 + NOISE) * self.predict(batch_size, extra, context)
-        self._learn((bucket(batch_size), bucket(extra)), math.log(ms / self.table.step_ms(batch_size, extra, context)))
+        dear = ms > (1 + NOISE) * self.predict(batch_size, extra)
+        self._learn((bucket(batch_size), bucket(extra)), math.log(ms / self.table.step_ms(batch_size, extra)))
         return dear
 
     def _learn(self, key: tuple[int, int], log: float) -> None:
@@ -207,8 +166,7 @@ class StepCosts:
 
     def _deviation(self, sequences: int, rows: int) -> float:
         """Return the costs of a kind of steps, or of the most similar one; plain steps are unlike all others."""
-        kind = self._kinds.get((sequences, rows))
-        if kind is not None:
+        if kind := self._kinds.get((sequences, rows)):
             return kind.log
         alike = [
             (2 * abs(a - sequences) + abs(b - rows), k.log)
@@ -218,46 +176,14 @@ class StepCosts:
         return min(alike)[1] if alike else self._deviation(sequences, 0) if rows else 0.0
 
 
-@dataclass(slots=True)
-class _Calls:
-    """Running means over a drafter's calls for about so many sequences: ms as a straight line over passes."""
-
-    sequences: float
-    passes: float
-    ms: float
-    variance: float = 0.0  # of passes
-    covariance: float = 0.0  # of passes and ms
-    count: int = 0
-
-    def learn(self, sequences: int, passes: int, ms: float) -> None:
-        """Take in one call; one that took many times as long as usual was interrupted."""
-        if self.count >= WINDOW:
-            ms = min(ms, STEEPEST * STEEPEST * self.ms)
-        # The first calls of a process are slow (memory is met for the first time): they are forgotten soon, lest a
-        # price that is too high keep anybody from asking again.
-        rate = max(SLOWEST, 2 / (self.count + 2))
-        far, late = passes - self.passes, ms - self.ms
-        self.sequences += rate * (sequences - self.sequences)
-        self.passes += rate * far
-        self.ms += rate * late
-        self.variance = (1 - rate) * (self.variance + rate * far * far)
-        self.covariance = (1 - rate) * (self.covariance + rate * far * late)
-        self.count += 1
-
-    def slope(self, guess: float) -> float:
-        """Return ms of a pass; where all calls took about the same number of passes, near the guess."""
-        estimate = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
-        return max(0.0, min(estimate, self.ms / max(1.0, self.passes)))
-
-
 class DraftCosts:
     """Describe what calling a drafter takes, learned call by call.
 
-        ms = call + level x passes + catch_up x tokens back    of a drafter with a network
-        ms = call x sequences + catch_up x tokens back         of one that looks up
+        ms = unit x passes + catch_up x tokens back       of a drafter with a network
+        ms = unit x sequences + catch_up x tokens back    of one that looks up
 
-    What calls take is learned by the number of sequences, from calls with little to catch up with (the last step's
-    tokens are part of every call); what a token back costs, from the others.
+    A unit is learned by the number of sequences, from calls with little to catch up with (the last step's tokens are
+    part of every call); what a token back costs, from the others.
 
     Args:
         ask: ms of a look-up for one sequence, to begin with.
@@ -266,18 +192,17 @@ class DraftCosts:
     """
 
     def __init__(self, ask: float = 0.03, level: float = 0.0, catch_up: float = 0.002) -> None:
-        self.network = level > 0
-        self.catch_up_ms = max(0.0, catch_up)
+        self.network, self.catch_up_ms = level > 0, catch_up
         self.usual_calls = 0  # those with little to catch up with
         self._calls = self._caught_up = 0
-        self._level = level
         self._passes = float(LEVELS)  # of calls lately, for however many sequences
-        self._guess = _Calls(1, LEVELS, level * LEVELS if self.network else max(0.0, ask))
-        self._known: dict[int, _Calls] = {}  # by bucket of sequences
+        self._first = level or ask, level
+        self._units: dict[int, tuple[float, float]] = {}  # by bucket of sequences: ms of a unit, and of it, of a level
+        self._counts: Counter[int] = Counter()  # calls, by bucket of sequences
 
     @classmethod
     def of_network(cls, target: CostTable, catches_up: bool = True) -> DraftCosts:
-        """Return a guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
+        """Return a guess for a drafter with a network: a whole draft costs a target pass at most.
 
         Args:
             target: the target's costs.
@@ -288,21 +213,16 @@ class DraftCosts:
 
     def level_ms(self, sequences: int) -> float:
         """Return one more pass of a network for so many sequences."""
-        return self._usual(sequences).slope(self._level) if self.network else 0.0
+        return self._unit(sequences)[1]
 
     def predict(self, sequences: int) -> float:
         """Return expected ms of a call for so many sequences, none of them far back, as deep as calls were lately."""
-        usual = self._usual(sequences)
-        if not self.network:
-            return usual.ms * sequences / usual.sequences
-        return max(0.0, usual.ms + usual.slope(self._level) * (self._passes - usual.passes))
+        return self._unit(sequences)[0] * (self._passes if self.network else sequences)
 
-    def _usual(self, sequences: int) -> _Calls:
-        """Return the calls for about so many sequences."""
-        if not self._known:
-            return self._guess
+    def _unit(self, sequences: int) -> tuple[float, float]:
         size = bucket(sequences)
-        return self._known.get(size) or self._known[min(self._known, key=lambda other: abs(other - size))]
+        nearest = min(self._units, key=lambda other: abs(other - size), default=size)
+        return self._units.get(nearest, self._first)
 
     def observe(self, sequences: int, passes: int, unseen: int, ms: float) -> None:
         """Learn from one call: its sequences, its network's passes, and the tokens that it processed first."""
@@ -318,4 +238,13 @@ class DraftCosts:
         elif self._calls > 1:
             self.usual_calls += 1
             self._passes += max(DEPTH_RATE, 1 / self.usual_calls) * (passes - self._passes)
-            self._known.setdefault(bucket(sequences), _Calls(sequences, passes, ms)).learn(sequences, passes, ms)
+            size, units = bucket(sequences), max(1, passes if self.network else sequences)
+            unit, level = ms / units, max(0.0, ms - self.catch_up_ms * unseen) / units if self.network else 0.0
+            mean, mean_level = self._units.get(size, (unit, level))
+            if self._counts[size] >= WINDOW and unit > (most := STEEPEST * STEEPEST * mean):
+                unit, level = most, level * most / unit
+            # The first calls of a process are slow (memory is met for the first time): they are forgotten soon, or a
+            # price that is too high would keep anybody from asking again.
+            rate = max(SLOWEST, 2 / (self._counts[size] + 2))
+            self._units[size] = mean + rate * (unit - mean), mean_level + rate * (level - mean_level)
+            self._counts[size] += 1

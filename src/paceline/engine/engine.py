@@ -353,7 +353,7 @@ class Engine:
 
     def _complete(self, trace: list[StepTrace], result: StepResult) -> None:
         """Add the figures of the whole step to the record of one sequence."""
-        why = self.budget.describe()["why"]
+        why = self.budget.explain()
         for step in reversed(trace):
             if step.why:  # an earlier step made these tokens
                 break
@@ -428,7 +428,7 @@ class Engine:
             "round": self.round.name,
             "sources": list(self.round.sources),
             "failure": self.round.failure,
-            "budget": self.budget.describe(),
+            "budget": {"nodes": self.budget.most_nodes, "why": self.budget.explain()},
         }
 
     # -- answers

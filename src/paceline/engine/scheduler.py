@@ -202,7 +202,7 @@ class Scheduler:
             reuse = self._reusable(sequence)
             identity, shareable = sequence.identity, sequence.shareable
             needed, blocks = self.pool.cost(tokens, most, reuse, identity, shareable)
-            # A block of headroom for each running sequence, lest the newcomer be preempted at once.
+            # A block of headroom for each running sequence, or the newcomer would be preempted at once.
             if self.pool.allocator.num_free - blocks < len(self.running):
                 self.waiting.appendleft(sequence)
                 break
@@ -227,7 +227,7 @@ class Scheduler:
         length = len(sequence.tokens)
         if sequence.params.prompt_logprobs is not None:
             return 0
-        past = 0 if self.budget.never_drafts else self._past()
+        past = self.budget.most_nodes and self._past()
         return 0 if past is None else max(0, length - max(1, past))
 
     def _sibling_computes(self, sequence: Sequence) -> bool:
@@ -248,7 +248,7 @@ class Scheduler:
             # The deepest node that can still be emitted has one token of the target's own after it.
             depth = max(0, checker.max_tokens - checker.num_tokens - 1) if sequence.max_nodes != 0 else 0
             works.append(Work(sequence, count, count == sequence.pending, 0, depth))
-        if self.budget.never_drafts:
+        if not self.budget.most_nodes:
             return works
         able = [w for w in works if w.max_depth > 0 and w.rows == 1 and w.generates]
         planned = self.budget.plan([w.sequence for w in able], sum(w.generates for w in works)) if able else ()

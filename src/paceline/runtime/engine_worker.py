@@ -213,13 +213,6 @@ def description(llm: LLM) -> Description:
             "round": llm.engine.round.name,
             "budget": None if config.budget is None else str(config.budget),
             "off_reason": llm.engine.budget.reason(),
-            "max_nodes": _most_nodes(llm.engine.budget.describe()),
+            "max_nodes": llm.engine.budget.most_nodes,
         },
     )
-
-
-def _most_nodes(budget: Mapping[str, Any]) -> int:
-    """Return the most nodes that a budget, as it describes itself, allows a step."""
-    if budget["kind"] == "table":
-        return max(budget["table"].values())
-    return int(budget["cap"] if budget["kind"] == "auto" else budget["nodes"])

@@ -270,7 +270,7 @@ def test_its_budget_is_fixed() -> None:
     """The automatic budget adds times that this round lets pass at once."""
     options: dict[str, Any] = {"model": "any", "drafter": "draft_model:any", "round": "mirror"}
     target: Any = None  # not asked
-    assert make_budget(LLMConfig(**options), drafter(depth=3), target) == FixedBudget(size=3)
+    assert make_budget(LLMConfig(**options), drafter(depth=3), target) == FixedBudget(3)
     assert make_budget(LLMConfig(**options, budget=2), drafter(depth=3), target).plan([], 1) == []
     with pytest.raises(CapabilityError, match="lets run at once"):
         make_budget(LLMConfig(**options, budget="auto"), drafter(depth=3), target)

@@ -106,7 +106,7 @@ def drafter_context(config: LLMConfig, target: Source, beside: int = 0, texts: b
 def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel) -> DraftBudget:
     """Make the draft budget that was requested, or let the engine choose."""
     if drafter is None:
-        return FixedBudget(size=0, why="no drafter was named")
+        return FixedBudget(0, why="no drafter was named")
     chosen = parse_budget(config.budget)
     if chosen != AUTO:
         return chosen
@@ -116,9 +116,9 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
             raise CapabilityError(
                 f"budget={config.budget!r} with round={config.round!r}",
                 "the automatic budget adds the times of draft and target, which this round lets run at once",
-                "give a number of nodes or a table, or leave budget out",
+                "give a number of nodes, or leave budget out",
             )
-        return FixedBudget(size=drafter.spec.window)
+        return FixedBudget(drafter.spec.window)
     if drafter.spec.default_budget == 0:
-        return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
+        return FixedBudget(0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
     return AutoBudget.of(drafter.spec, calibration.quick_estimate(target.decoder, config.max_sequences))
