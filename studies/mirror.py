@@ -4,7 +4,7 @@
     python studies/mirror.py figure_7 traces figure_3b simulated --out build/mirror     # counts, and times nothing
     python studies/mirror.py law figure_3a figure_4 figure_5 --out build/mirror         # on an idle machine
     python studies/mirror.py tracks_law --out build/mirror                              # on an idle machine
-    python studies/mirror.py figure_9 --log RUN/log.jsonl --out build/mirror            # of `paceline train exits`
+    python studies/mirror.py figure_9 --log RUN/log.jsonl --out build/mirror            # of a training of exits
 
 The functions are in the folder `mirror_parts` beside this file. What came of it: docs/measured/mirror.md.
 

@@ -4,7 +4,7 @@
 
 Layers that the set has adapters for keep them; those below get fresh ones that add nothing yet, so that streams enter
 earlier and are changed by the frozen layers alone: close to where the set was, and far from an untrained one.
-``paceline train streams --init FOLDER`` goes on from there. MODEL may be another state of the set's target.
+``paceline train RECIPE.toml --init FOLDER`` goes on from there. MODEL may be another state of the set's target.
 """
 
 from __future__ import annotations

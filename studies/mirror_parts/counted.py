@@ -342,7 +342,7 @@ def figure_9(ask: MirrorFlags) -> Iterator[Table | None]:
         raise ConfigError(f"--log {ask.log}", f"no log of a training run ({error})", "name a log.jsonl") from error
     losses, agreements = curves(records, "ce_"), curves(records, "agreement/")
     if not losses:
-        raise ConfigError(f"--log {ask.log}", "it has no loss of an exit", "name the log of `paceline train exits`")
+        raise ConfigError(f"--log {ask.log}", "it has no loss of an exit", "name the log of a training of exits")
     yield None
     panels = [
         Panel(title=title, series=series, x_label="step", y_label=label)

@@ -10,7 +10,6 @@ OUT/answers           token ids; OUT/states the model's states of them; OUT/trai
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -118,7 +117,8 @@ class Adaptation:
 
         learned = [ids for question in self.questions for ids in question.learned]
         Random(self.config.seed).shuffle(learned)
-        for number in itertools.takewhile(lambda _: going(), itertools.count()):
+        number = 0
+        while going():
             if number < ROUNDS:
                 self._answer(f"{GIVEN}{number}", learned, number, going)
             drawn, file = list[Ids](), self.folder / f"{DRAWN}{number}.jsonl"
@@ -126,6 +126,7 @@ class Adaptation:
                 self.show("drawing prompts")
                 drawn += answering.draw_prompts(self.llm, DRAWN_A_ROUND, self.config.seed + number * DRAWN_A_ROUND)
             self._answer(file.stem, drawn, 0, going)
+            number += 1
         if self.tokens - held < LEAST_ANSWERS:
             needed_s = MARGIN * work.spent_s * (1 + LEAST_ANSWERS / max(1, self.tokens)) / ANSWERING
             wrong = f"{self.tokens - held:,} tokens of answers are too few to learn from"

@@ -140,7 +140,7 @@ def _biased(f: Fields) -> dict[str, Any]:
 
 
 def _tracks(f: Fields) -> DecoderConfig:
-    """Return a draft of tracks, as `paceline train tracks` writes one."""
+    """Return a draft of tracks, as a recipe of kind tracks trains one."""
     config = _rotary_family(f, tied=True)
     tracks, merge = f.integer("num_tracks"), f.text("merge") or ""
     uneven = [name for name in _SHARED if getattr(config, name) % tracks]
