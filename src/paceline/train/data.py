@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,18 +149,20 @@ class Encoder:
         Raises:
             ConfigError: token ids that another tokenizer made.
         """
-        plain = [r for r in records if not _has_ids(r)]
-        answers = [r["completion"] for r in plain if "text" not in r]
-        heads = iter(self._ids([r["text"] if "text" in r else self._prompt(r["prompt"]) for r in plain]))
-        tails = iter(self._ids([answer.strip() if self.chat else answer for answer in answers]))
         examples: list[Example] = []
         for record in records:
-            if _has_ids(record):
+            if "prompt_tokens" in record and "completion_tokens" in record:
                 examples += self._answered(record)
             elif "text" in record:
-                examples += self._pieces(next(heads))
+                tokens = [*self.start, *self._ids(record["text"]), *self.end]
+                cut = range(0, len(tokens) - 1, self.max_length)
+                examples += [Example(np.array(tokens[i : i + self.max_length], dtype=np.int32)) for i in cut]
             else:
-                head, tail = next(heads), next(tails)
+                answer = record["completion"]
+                head, tail = (
+                    self._ids(self._prompt(record["prompt"])),
+                    self._ids(answer.strip() if self.chat else answer),
+                )
                 tokens = [*self.start, *head, *tail, *self.end]
                 if tail and len(tokens) <= self.max_length:
                     examples.append(Example(np.array(tokens, dtype=np.int32), len(self.start) + len(head)))
@@ -184,24 +186,11 @@ class Encoder:
         text: str = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
         return text.removeprefix(self.tokenizer.bos_token or "")
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        return [list(ids) for ids in encoded["input_ids"]]
-
-    def _pieces(self, ids: list[int]) -> list[Example]:
-        tokens = [*self.start, *ids, *self.end]
-        cut = range(0, len(tokens) - 1, self.max_length)
-        return [Example(np.array(tokens[i : i + self.max_length], dtype=np.int32)) for i in cut]
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _has_ids(record: dict[str, Any]) -> bool:
-    """Return whether it is an answer with token ids."""
-    return "prompt_tokens" in record and "completion_tokens" in record
-
-
-def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Example]:
+def load_source(spec: SourceSpec, encoder: Encoder) -> list[Example]:
     """Return all examples of a source; with ``max_tokens`` a prefix with at most so many tokens (one example at least).
 
     Raises:
@@ -210,11 +199,10 @@ def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Ex
     most = math.inf if spec.max_tokens is None else spec.max_tokens
     examples: list[Example] = []
     total = 0
-    documents = read_documents(Path(spec.file))
-    while total < most and (records := [*islice(documents, batch)]):
-        more = encoder.encode(records)
-        examples += more
-        total += _size(more)
+    for record in read_documents(Path(spec.file)):
+        examples += (more := encoder.encode([record]))
+        if (total := total + _size(more)) >= most:
+            break
     if not examples:
         raise ConfigError(f"data {spec.file}", "it has no usable record", f"give {FORMS}, none over the context length")
     ends = accumulate(len(e.tokens) for e in examples)
