@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between two looks at engine, learner and offers
 IDLE_S = 0.5  # without a request, before the learner continues
-AGAIN_S, AGAIN_MOST_S = 1.0, 300.0  # before a learner that died is started again: twice as long each time that it
-# did so without having learned anything
+AGAIN_S = 20.0  # at least, between two starts of the learner, which may die
 WAITING = 256  # requests that have ended and are not written down yet; of more the oldest are left out
 WINDOW = 64  # requests after which two drafters are compared at work
 WORSE = 0.9  # of what was accepted before, below which the one before returns
@@ -160,7 +159,7 @@ class Learning:
 
     def _watch(self) -> None:
         """Look after the learner while the engine runs."""
-        idle, again, wait, seen = monotonic(), 0.0, AGAIN_S / 2, 0
+        idle, again = monotonic(), 0.0
         while not self._ended.wait(LOOK_S):
             now = monotonic()
             self._keep()
@@ -169,10 +168,8 @@ class Learning:
             elif now - idle > IDLE_S and self._stopped:
                 self._signal("SIGCONT")
             if (self._process is None or self._process.poll() is not None) and now >= again:
-                before, seen = seen, files.read(self.folder / files.SEEN, 0)
-                wait = AGAIN_S if seen != before else min(2 * wait, AGAIN_MOST_S)
                 self._start()
-                again = now + wait
+                again = now + AGAIN_S
             try:
                 self._look()
             except Exception as error:  # a drafter that cannot be used: the serving one continues
