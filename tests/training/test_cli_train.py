@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toolkit import CONTEXT, Stopper, losses, write_target
+from toolkit import CONTEXT, losses, write_target
 from typer.testing import CliRunner, Result
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
-from paceline.cli.train import StepLine
+from paceline.cli.console import ProgressLine
 from paceline.train.answers import sidecar
 from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.train.trainer import CHECKPOINT
@@ -56,7 +56,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 def stopped(step: int, work: Callable[[], Result]) -> Result:
     """What ``work`` comes to with Ctrl-C at the end of a step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepLine, "step", lambda line, *at: Stopper(step).step(*at))
+
+        def show(line: ProgressLine, text: str) -> None:
+            if text.startswith(f"step {step} of"):
+                signal.raise_signal(signal.SIGINT)
+
+        patch.setattr(ProgressLine, "show", show)
         return work()
 
 

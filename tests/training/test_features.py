@@ -41,7 +41,7 @@ def job(data: Path, target: Path, out: Path, **changes: Any) -> TrainingJob:
 def train(made: TrainingJob) -> tuple[list[float], list[str], dict[str, torch.Tensor]]:
     """Losses, what was said, and the weights in the end."""
     said: list[str] = []
-    run = prepare(made, (), said.append)
+    run = prepare(made, say=said.append)
     run.run()
     return losses(made.out), said, {n: p.data for n, p in run.trained.items()}
 
@@ -69,7 +69,7 @@ def test_states_are_kept_where_a_recipe_reads_them(
     before = contents(tmp_path / "cache")
     monkeypatch.setitem(KINDS, "draft_model", replace(KINDS["draft_model"], states=True))
     said: list[str] = []
-    run = prepare(made, (), said.append)
+    run = prepare(made, say=said.append)
     assert len(said) > 1
     assert all(contents(tmp_path / "cache")[name] == held for name, held in before.items())
     cache, network = run.recipe.features, run.recipe.target  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def test_what_says_something_else_lies_apart(change: dict[str, Any], data: Path,
     if "phases" in change:
         change = {"phases": (Phase(rows=4, length=48),)}
     said: list[str] = []
-    prepare(job(data, target, tmp_path / "second", cache=cache, **change), (), said.append)
+    prepare(job(data, target, tmp_path / "second", cache=cache, **change), say=said.append)
     assert "tokens to score" in said[0]
     assert len(contents(cache)) == 2 * len(kept)
     assert kept.items() <= contents(cache).items()

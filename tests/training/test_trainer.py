@@ -107,14 +107,12 @@ def test_a_stop_ends_the_run_after_the_step_under_way(signalled: bool, tmp_path:
     """A signal's is an interruption, a watcher's is none."""
     run = trainer(tmp_path)
 
-    class Stopper:
-        def step(self, step: int, figures: Mapping[str, float]) -> None:
-            if step == 2:
-                signal.raise_signal(signal.SIGINT) if signalled else run.stop()
+    def watch(step: int, figures: Mapping[str, float]) -> bool:
+        if step == 2 and signalled:
+            signal.raise_signal(signal.SIGINT)
+        return step == 2 and not signalled
 
-        def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    run.watchers.append(Stopper())
+    run.watch = watch
     run.run()
     assert (run.step, run.finished, run.interrupted) == (2, False, signalled)
     assert (tmp_path / CHECKPOINT).is_file()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,25 +85,11 @@ def trainer(out: Path, recipe: Any = None, phases: list[Phase] | None = None, se
     return Trainer(recipe or TargetRecipe(network(), {}), mixture, rows, settings, out)
 
 
-class Stopper:
-    """A watcher that stops a run after a step, as Ctrl-C does."""
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        if step == self.last:
-            signal.raise_signal(signal.SIGINT)
-
-    def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-
 def run_until(run: Trainer, last: int) -> None:
     """Train until the end of step ``last``."""
-    run.watchers.append(stopper := Stopper(last))
+    run.watch = lambda step, figures: step == last
     run.run()
-    run.watchers.remove(stopper)
-    run.interrupted = False
+    run.watch = lambda step, figures: None
 
 
 def losses(out: Path) -> list[float]:

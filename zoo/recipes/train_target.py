@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,19 +201,6 @@ def _texts(sources: Sequence[SourceSpec], characters: int) -> Iterator[str]:
                 break
 
 
-class _StopAfter:
-    """A watcher that stops the run after a step, as Ctrl-C does."""
-
-    def __init__(self, last: int | None) -> None:
-        self.last = last
-
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        if step == self.last:
-            signal.raise_signal(signal.SIGINT)
-
-    def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = fill(TargetOptions, dict(recipe.options), given.recipe)
         train_tokenizer(recipe.sources, shape.vocab_size, given.out / "tokenizer", shape.context)
     job = TrainingJob(**vars(recipe), init=given.init or given.out / "tokenizer", out=given.out)
-    trainer = run(job, [_StopAfter(given.stop_after)], say=print)
+    trainer = run(job, lambda step, figures: step == given.stop_after, print)
     print(finish(job, trainer) if trainer.finished else f"stopped after step {trainer.step}")
 
 

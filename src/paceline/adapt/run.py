@@ -193,7 +193,7 @@ class Adaptation:
             max(20, round(EPOCHS * tokens / (ROWS * plan.length))),
             lambda: self.learning_until_s - self.work.spent_s,
             lambda figures: self.show("training", f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}"),
-            lambda text: self.show("learning from the model's states", text),
+            lambda text: self.show("learning", text),
             self.work.once,
         )
 

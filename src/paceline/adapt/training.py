@@ -84,22 +84,6 @@ def job_of(plan: TrainingPlan, out: Path, steps: int, init: Path | None = None, 
     )
 
 
-class Deadline:
-    """Ends a run where its time is over or it has made enough steps, and passes on its progress."""
-
-    def __init__(self, trainer: Trainer, steps: int, left_s: Callable[[], float], tell: Progress) -> None:
-        self.trainer, self.steps, self.left_s, self.tell = trainer, steps, left_s, tell
-
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Do what `Watcher` describes."""
-        self.tell(figures)
-        if step >= self.steps or self.left_s() <= 0:
-            self.trainer.stop()
-
-    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Do what `Watcher` describes."""
-
-
 def accepted_of(figures: Mapping[str, float]) -> float | None:
     """Mean accepted tokens of a draft over the held-out domains; None: none was measured."""
     lengths = [value for name, value in figures.items() if name.startswith("accepted/")]
@@ -132,16 +116,19 @@ def train(
     """
 
     def run(part: str, steps: int, until: int, **changes: Any) -> tuple[TrainingJob, Trainer]:
+        def watch(step: int, figures: Mapping[str, float]) -> bool:
+            tell(figures)
+            return step >= until or left_s() <= 0
+
         job = job_of(plan, out / part, steps, **changes)
         try:
-            trainer = prepare(job, (), say)
+            trainer = prepare(job, watch, say)
         except CapabilityError as error:  # the target's last layer cannot be the start
             if not error.subject.startswith("start="):
                 raise
             job = job_of(replace(plan, options={**plan.options, "start": "random"}), out / part, steps, **changes)
-            trainer = prepare(job, (), say)
+            trainer = prepare(job, watch, say)
         trainer.resume()
-        trainer.watchers.append(Deadline(trainer, until, left_s, tell))
         if trainer.step < until:
             trainer.run()
         if trainer.interrupted:

@@ -53,22 +53,6 @@ app = typer.Typer(
 Target = Annotated[str, typer.Option(metavar="MODEL", help="The target: zoo name, folder or hub name.")]
 
 
-class StepLine(ProgressLine):
-    """The progress of a training run of so many ``steps``."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Show loss and speed."""
-        self.show(f"step {step} of {self.steps}: loss {figures['loss']:.3f}, {figures['tokens_per_s']:.0f} tokens/s")
-
-    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Print what was measured on held-out data."""
-        note(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-
-
 @app.command(hidden=True)
 def recipe(
     file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
@@ -91,8 +75,13 @@ def recipe(
         out=out,
         cache=cache,
     )
-    with (line := StepLine(job.config.steps)):
-        trainer = run(job, [line], note)
+    with ProgressLine() as line:
+
+        def show(step: int, figures: Mapping[str, float]) -> None:
+            speed = f"{figures['tokens_per_s']:.0f} tokens/s"
+            line.show(f"step {step} of {job.config.steps}: loss {figures['loss']:.3f}, {speed}")
+
+        trainer = run(job, show, note)
     if trainer.finished:
         result = finish(job, trainer)
         note(f"{trainer.step} steps, {trainer.tokens:,} tokens; the last part took {trainer.seconds:.0f} s")

@@ -30,7 +30,7 @@ from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
 from .scoring import Scorer, make_scorer, remembered_scores
-from .trainer import Trainer, Watcher, plan, precision_of, products, training_device
+from .trainer import Trainer, Watch, plan, precision_of, products, training_device
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 RESULT = "result"
@@ -57,10 +57,12 @@ class TrainingJob(RecipeFile):
 
 
 def prepare(
-    job: TrainingJob, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None
+    job: TrainingJob,
+    watch: Watch = lambda step, figures: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Trainer:
     """Load everything and check that it fits. Only a requested cache is written.
-    ``say`` gets a line before each slow part.
+    ``say`` gets a line before each slow part and at each evaluation.
 
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
@@ -102,7 +104,7 @@ def prepare(
         if job.scored:
             context.held_out = _held_out(job, cache.examples[len(examples) :], longest)
     mixture = _mixture(job, examples)
-    return Trainer(entry.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
+    return Trainer(entry.build(options, context), mixture, job.phases, job.config, job.out, facts, watch, say)
 
 
 def _mixture(job: TrainingJob, examples: Sequence[Sequence[Example]]) -> Mixture:
@@ -193,12 +195,12 @@ def finish(job: TrainingJob, trainer: Trainer) -> Path:
 
 def run(
     job: TrainingJob,
-    watchers: Sequence[Watcher] = (),
+    watch: Watch = lambda step, figures: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Trainer:
     """Prepare, resume if there is something to resume, train. The result is written by `finish`."""
     began = perf_counter()
-    trainer = prepare(job, watchers, say)
+    trainer = prepare(job, watch, say)
     if trainer.resume():
         say(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
     counted = sum(p.numel() for p in trainer.trained.values())

@@ -13,7 +13,7 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,16 +94,8 @@ class Recipe(Protocol):
         ...
 
 
-class Watcher(Protocol):
-    """Observer of a run: progress bar, TensorBoard."""
-
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Receive the figures of a step."""
-        ...
-
-    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Receive the figures of an evaluation."""
-        ...
+# Gets each step and its figures; True ends the run there, with a checkpoint.
+Watch = Callable[[int, Mapping[str, float]], object]
 
 
 class Trainer:
@@ -112,6 +104,7 @@ class Trainer:
     Args:
         phases: row lengths over the run, ending at 1.
         facts: what the checkpoint must agree with when it is resumed: recipe, target, data.
+        say: called with the figures of each evaluation, in words.
     """
 
     def __init__(
@@ -122,10 +115,11 @@ class Trainer:
         config: TrainConfig,
         out: Path,
         facts: Mapping[str, Any] | None = None,
-        watchers: Sequence[Watcher] = (),
+        watch: Watch = lambda step, figures: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.recipe, self.mixture, self.phases, self.config, self.out = recipe, mixture, list(phases), config, out
-        self.watchers = list(watchers)
+        self.watch, self.say = watch, say
         self.device = training_device()
         self.precision = precision_of(config.precision, self.device)
         ends = [phase.until for phase in self.phases]
@@ -146,16 +140,12 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, BETA2))
         self.step, self.tokens = 0, 0  # done, and trained on, over all parts of the run
         self.seconds = 0.0  # of this part
-        self.interrupted = self._stopped = False  # by a signal; by a watcher
+        self.interrupted = False  # by a signal
 
     # -- the run
 
-    def stop(self) -> None:
-        """End the run after the step that is under way, with a checkpoint; for watchers."""
-        self._stopped = True
-
     def run(self) -> None:
-        """Train to the end, until a watcher stops it, or until SIGINT; a checkpoint is left in any case.
+        """Train to the end, until ``watch`` ends it, or until SIGINT; a checkpoint is left in any case.
 
         Raises:
             ConfigError: ``out`` cannot be written, or has no room for a checkpoint; the loss is not finite.
@@ -167,8 +157,9 @@ class Trainer:
         with self._interruptible():
             done = self.finished
             while not done:
-                self._report(self._one(next(batches)))
-                done = self._stopped or self.interrupted or self.finished
+                figures = self._one(next(batches))
+                done = self.watch(self.step, figures) is True or self.interrupted or self.finished
+                self._report(figures)
                 if self.step % SAVE_EVERY == 0 and not done:
                     self.save()
         self.save()
@@ -199,8 +190,6 @@ class Trainer:
     # -- reports
 
     def _report(self, figures: dict[str, float]) -> None:
-        for watcher in self.watchers:
-            watcher.step(self.step, figures)
         every, last = self.config.evaluate_every, self.step == self.config.steps
         evaluates = every and (self.step % every == 0 or last)
         if evaluates or last or self.step % LOG_EVERY == 0 or self.step == 1:
@@ -215,8 +204,7 @@ class Trainer:
             figures = self.recipe.evaluate()
         if figures:
             self._log({"step": self.step, **figures})
-            for watcher in self.watchers:
-                watcher.evaluated(self.step, figures)
+            self.say(f"step {self.step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
         return figures
 
     def _log(self, line: Mapping[str, float]) -> None:
