@@ -313,7 +313,7 @@ class TestNoise:
         for row, position in zip(got.tolist(), (0, 17, 100_000), strict=True):
             wanted = [python_gumbel(seed, 3, 0, position, 0, t) for t in range(300)]
             assert_same_gumbel(row, wanted)
-        draft = sampler.draft_noise([5], 9)[0].tolist()
+        draft = sampler.draft_noise([5], [9])[0].tolist()
         assert_same_gumbel(draft, [python_gumbel(seed, 3, 1, 5, 9, t) for t in range(300)])
 
     def test_golden(self):
@@ -328,7 +328,7 @@ class TestNoise:
         """Not on the other rows, the rules, the prompt, the output, the cache, or the vocabulary's width."""
         wanted = make(vocab=1001).noise([40])[0]
         other = make(RULES["all"], prompt=[9], output=[], vocab=1001)
-        assert torch.equal(other.noise(torch.tensor([41, 40, 39, 40]))[1], wanted)
+        assert torch.equal(other.noise([41, 40, 39, 40])[1], wanted)
         assert torch.equal(other.noise([40, 40])[1], wanted)  # now from the cache
         assert torch.equal(make(vocab=777).noise([40])[0], wanted[:777])
 
@@ -366,9 +366,9 @@ class TestNoise:
             "sample": make(vocab=size, index=1).noise([9])[0],
             "seed": make(vocab=size, seed=8).noise([9])[0],
             "seed and position swapped": make(vocab=size, seed=9).noise([7])[0],
-            "draft": base.draft_noise([9])[0],
-            "draft branch": base.draft_noise([9], 1)[0],
-            "residual": base.residual_gumbel([9])[0],
+            "draft": base.draft_noise([9], [0])[0],
+            "draft branch": base.draft_noise([9], [1])[0],
+            "residual": base.residual_gumbel(9),
             "next token": row.roll(1),
         }
         for name, other in others.items():
@@ -409,22 +409,22 @@ class TestNoise:
         q = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0], dtype=torch.float64)
         trials = 5_000
         places = list(range(trials))
-        drawn = sampler.draw(q.expand(trials, -1), places)
+        drawn = (q.log() + sampler.draft_noise(places, [0] * trials)).argmax(-1)
         counts = torch.bincount(drawn, minlength=6).double()
         assert counts[5] == 0
         assert sps.chisquare(counts[:5].numpy(), (q[:5] * trials).numpy()).pvalue > 1e-3
         target = sampler.choose(q.log().expand(trials, -1), None, places)
         pairs = torch.bincount(drawn * 6 + target, minlength=36).view(6, 6)[:5, :5].double()
         assert sps.chi2_contingency(pairs.numpy()).pvalue > 1e-3
-        other = sampler.draw(q.expand(trials, -1), places, branch=1)
+        other = (q.log() + sampler.draft_noise(places, [1] * trials)).argmax(-1)
         assert 0.25 < (drawn == other).double().mean() < 0.32  # sum of q squared: 0.285
 
     def test_accept_uniform_is_uniform_and_keyed(self):
         sampler = make()
-        got = sampler.accept_uniform(list(range(20_000)))
+        got = sampler.accept_uniform(range(20_000), [0] * 20_000)
         assert got.dtype == torch.float64 and (got > 0).all() and (got < 1).all()
         assert sps.kstest(got.numpy(), "uniform").pvalue > 1e-3
-        other = sampler.accept_uniform(list(range(20_000)), 1)
+        other = sampler.accept_uniform(range(20_000), [1] * 20_000)
         assert abs(sps.spearmanr(got.numpy(), other.numpy()).statistic) < 0.035
         assert sampler.accept_uniform([7, 3], [1, 0]).tolist() == [other[7], got[3]]
 

@@ -27,16 +27,11 @@ from .params import refuse
 from .tree import padded_paths
 from .truncation import keep_min_p, keep_top_k, keep_top_p
 
+CPU = torch.device("cpu")
 BEHIND = 2.0  # nats, by which candidates that a draft's own truncation leaves out come after the others
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One sequence
-
-
-def _as_list(values: Tensor | Sequence[int] | int, rows: int | None = None) -> list[int]:
-    if isinstance(values, int):
-        return [values] * (1 if rows is None else rows)
-    return values.tolist() if isinstance(values, Tensor) else [int(v) for v in values]
 
 
 _Step = Callable[[Tensor, "Tensor | None"], object]  # (logits [n, V], paths [n, D] or None), in place
@@ -158,7 +153,7 @@ class SequenceSampler:
             raise
         return result
 
-    def scores(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
+    def scores(self, logits: Tensor, paths: Tensor | None, positions: Sequence[int]) -> Tensor:
         """Return [n, V]: `process`, plus each row's noise unless greedy. The next token is the argmax.
 
         Source: the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014, section 2).
@@ -166,7 +161,7 @@ class SequenceSampler:
         processed = self.process(logits, paths)
         if self.greedy:
             return processed
-        gumbel = self.noise(positions, device=processed.device)
+        gumbel = self.noise(positions, processed.device)
         return processed + gumbel if processed is logits else processed.add_(gumbel)
 
     def candidates(
@@ -185,7 +180,7 @@ class SequenceSampler:
         for step in self._steps[: -self._masks]:
             step(loose, drafted)
         ranked = torch.where(within == -math.inf, loose - BEHIND, within)
-        return ranked + self.noise(positions, device=ranked.device) if noisy else ranked
+        return ranked + self.noise(positions, ranked.device) if noisy else ranked
 
     def ranked(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: Sequence[int], noisy: bool) -> Tensor:
         """Return [n, V]: scores that rank drafts, before a softmax: `scores` (``noisy``) or `process`.
@@ -201,7 +196,7 @@ class SequenceSampler:
         drafted = padded_paths(paths, logits.device)
         return self.scores(logits, drafted, positions) if noisy else self.process(logits, drafted)
 
-    def choose(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
+    def choose(self, logits: Tensor, paths: Tensor | None, positions: Sequence[int]) -> Tensor:
         """Return [n] int64: the token that plain decoding chooses after each row."""
         return self.scores(logits, paths, positions).argmax(dim=-1)
 
@@ -215,58 +210,41 @@ class SequenceSampler:
 
     # -- noise
 
-    def noise(self, positions: Tensor | Sequence[int], device: torch.device | None = None) -> Tensor:
+    def noise(self, positions: Sequence[int], device: torch.device = CPU) -> Tensor:
         """Return [n, V] float32 Gumbel noise of the target's own choice, and of coupled drafts.
 
         Args:
-            positions: [n] the position that each row's token will occupy. A list spares a GPU the wait.
-            device: where the noise is wanted; by default where ``positions`` is, or the CPU.
+            positions: [n] the position that each row's token will occupy.
+            device: where the noise is wanted.
         """
-        device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
-        places = _as_list(positions)
-        rows = self._cached_noise(places, device)
+        rows = self._cached_noise(positions, device)
         if len(rows) == 1:
-            return rows[places[0]].expand(len(places), -1)
-        return torch.stack([rows[p] for p in places]) if places else torch.empty(0, self.vocab_size, device=device)
+            return rows[positions[0]].expand(len(positions), -1)
+        return torch.stack([rows[p] for p in positions]) if rows else torch.empty(0, self.vocab_size, device=device)
 
     def draft_noise(
-        self,
-        positions: Tensor | Sequence[int],
-        branch: int | Sequence[int] = 0,
-        device: torch.device | None = None,
-        domain: int = DRAFT,
+        self, positions: Sequence[int], branches: Sequence[int], device: torch.device = CPU, domain: int = DRAFT
     ) -> Tensor:
         """Return [n, V] float32 Gumbel noise for drafts that are drawn independently of the target's choice.
 
         The k largest of log q + noise are k draws without replacement, in draw order (Kool et al. 2019).
-        ``branch`` (one for all rows, or [n]) distinguishes rows at one position that are to differ.
+        ``branches`` distinguish rows at one position that are to differ.
         """
-        device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
-        places = _as_list(positions)
-        keys = self._keys(domain, places, _as_list(branch, len(places)))
-        rows = noise.gumbel_rows(keys, self.vocab_size, device)
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, device=device)
+        return torch.stack(noise.gumbel_rows(self._keys(domain, positions, branches), self.vocab_size, device))
 
-    def draw(self, probs: Tensor, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
-        """Return [n] int64: one draw from each row of probs [n, V], independent of the target's noise."""
-        return (probs.log() + self.draft_noise(positions, branch, probs.device)).argmax(dim=-1)
-
-    def accept_uniform(self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
+    def accept_uniform(self, positions: Sequence[int], branches: Sequence[int]) -> Tensor:
         """Return [n] float64 in (0, 1), on the CPU: decides whether rejection sampling accepts a drafted token.
 
-        ``branch`` (one for all, or [n]) distinguishes nodes at one position.
+        ``branches`` distinguish nodes at one position.
         """
-        places = _as_list(positions)
-        keys = self._keys(noise.ACCEPT, places, _as_list(branch, len(places)))
+        keys = self._keys(noise.ACCEPT, positions, branches)
         return torch.tensor([noise.uniform(key) for key in keys], dtype=torch.float64)
 
-    def residual_gumbel(
-        self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0, device: torch.device | None = None
-    ) -> Tensor:
-        """Return [n, V] float32 Gumbel noise for the token drawn where rejection sampling stops."""
-        return self.draft_noise(positions, branch, device, noise.RESIDUAL)
+    def residual_gumbel(self, position: int, device: torch.device = CPU) -> Tensor:
+        """Return [V] float32 Gumbel noise for the token drawn where rejection sampling stops."""
+        return self.draft_noise([position], [0], device, noise.RESIDUAL)[0]
 
-    def _cached_noise(self, positions: list[int], device: torch.device) -> dict[int, Tensor]:
+    def _cached_noise(self, positions: Sequence[int], device: torch.device) -> dict[int, Tensor]:
         """Return rows by position. A draft and its check use the same rows, so they are kept until they are passed."""
         rows = {p: self._noise_rows.get((device, p)) for p in positions}
         missing = [p for p, row in rows.items() if row is None]
@@ -277,7 +255,7 @@ class SequenceSampler:
             self._noise_rows.pop(next(iter(self._noise_rows)))
         return {p: fresh[p] if row is None else row for p, row in rows.items()}
 
-    def _keys(self, domain: int, positions: list[int], branches: list[int]) -> list[int]:
+    def _keys(self, domain: int, positions: Sequence[int], branches: Sequence[int]) -> list[int]:
         base = (self.seed, self.sample_index, domain)
         return [noise.key(*base, position, branch) for position, branch in zip(positions, branches, strict=True)]
 

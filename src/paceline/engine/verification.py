@@ -68,7 +68,7 @@ def _against_q(rule: abc.Callable[..., list[Accepted]]) -> Verifier:
 
         def residual(b: int, node: int) -> Tensor:
             place = len(sequences[b].tokens) + depths[b][node]
-            return sequences[b].sampler.residual_gumbel([place], [0], device=p.device)[0]
+            return sequences[b].sampler.residual_gumbel(place, p.device)
 
         return rule(trees, p, uniform.to(p.device), residual)
 
