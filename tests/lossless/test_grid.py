@@ -114,7 +114,7 @@ def _must_meet(drafter: str) -> set[str]:
 def _assert_met(drafter: str, witness: Witness, least: int) -> None:
     assert witness.checks >= least
     assert _must_meet(drafter) <= witness.marks, _must_meet(drafter) - witness.marks
-    wanted = ACCEPTED.get(drafter, {0, 1} if drafter not in KNOWING | FAILING else {1, 2})
+    wanted = ACCEPTED.get(drafter, {1, 2} if drafter in KNOWING else {1} if drafter in FAILING else {0, 1})
     assert wanted <= witness.accepted, wanted - witness.accepted
     assert drafter not in EXACTLY or witness.accepted <= wanted
 
