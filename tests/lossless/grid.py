@@ -383,7 +383,7 @@ DRAFTERS: dict[str, Callable[[abc.Sequence[Case]], Any]] = {
     "hybrid_streams": lambda cases: hybrid_with_streams(target={"config": CONFIG}),
     "hybrid_of_three": lambda cases: hybrid_with_streams(f"{LOOKUP}+{MODEL};topk=2", target={"config": CONFIG}),
     "hybrid_trees": _hybrid(f"ngram+{LOOKUP}+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
-    **{rule.__name__: _adversary(rule) for rule in (*RULES[:5], too_deep, *RULES[5:])},
+    **{rule.__name__: _adversary(rule) for rule in (*RULES[:5], *RULES[6:4:-1], too_deep, *RULES[7:])},
     # Behind the others: the place of a drafter decides which options meet which conditions.
     "magicdec": lambda cases: MagicDecConfig(window=12, sinks=2, depth=4),
     "magicdec_point": lambda cases: MagicDecConfig(window=5, depth=3, proposes="point"),
