@@ -61,7 +61,12 @@ def generated(batch: TokenBatch) -> Tensor:
 
 def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.Generator | None = None) -> CarrierRows:
     """Return all rows of `generated`, or a random ``fraction`` of them."""
-    index = generated(batch).flatten().nonzero()[:, 0]
+    return carriers_of(generated(batch), batch, fraction, generator)
+
+
+def carriers_of(rows: Tensor, batch: TokenBatch, fraction: float, generator: torch.Generator | None) -> CarrierRows:
+    """Return the rows [B, T] bool of a batch, or a random ``fraction`` of them."""
+    index = rows.flatten().nonzero()[:, 0]
     if fraction < 1.0:
         count = max(1, round(fraction * len(index)))
         index = index[torch.randperm(len(index), generator=generator)[:count].sort().values.to(index.device)]

@@ -35,7 +35,7 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...model.hot import hot_share, places_of
-from ..carriers import CarrierRows, group_attention, make_carriers
+from ..carriers import CarrierRows, carriers_of, group_attention
 from ..data import TokenBatch
 from ..features import EVALUATED_LOGITS, OnlineFeatures, argmax, last_states, no_loss, said_at
 from ..losses import SoftTarget, TargetTop, mse_cross_entropy
@@ -94,11 +94,7 @@ def choose_anchors(batch: TokenBatch, share: float = 1.0, generator: torch.Gener
     follows = torch.zeros_like(batch.weights, dtype=torch.bool)
     same = batch.documents[:, :-1] == batch.documents[:, 1:]
     follows[:, :-1] = same & (batch.weights[:, 1:] > 0) & (batch.documents[:, :-1] >= 0)
-    index = follows.flatten().nonzero()[:, 0]
-    if share < 1.0 and len(index):
-        count = max(1, round(share * len(index)))
-        index = index[torch.randperm(len(index), generator=generator)[:count].sort().values.to(index.device)]
-    return make_carriers(index, batch.positions.flatten()[index])
+    return carriers_of(follows, batch, share, generator)
 
 
 @dataclass(frozen=True, slots=True)
