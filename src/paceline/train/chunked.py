@@ -55,6 +55,10 @@ class TargetTop:
         """
         return self.ids[rows], self.log_probs[rows].detach().to(dtype).log_softmax(-1)
 
+    def at(self, rows: Tensor) -> TargetTop:
+        """Return the same of some ``rows`` [R]."""
+        return TargetTop(self.ids[rows], self.log_probs[rows])
+
     def within(self, places: Tensor) -> TargetTop:
         """Return the same over a part of the vocabulary, of H tokens: those outside have no chance.
 

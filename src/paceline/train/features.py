@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 
 from .data import TokenBatch
-from .losses import SoftTarget, TargetHidden, TargetTop
+from .losses import TargetTop
 from .network import Network
 
 TOP = 32  # likeliest tokens of the target that are learned, all others as one outcome
@@ -100,13 +100,6 @@ def argmax(final: Tensor, head: Tensor) -> Tensor:
     """[rows] likeliest tokens."""
     step = max(1, EVALUATED_LOGITS // head.shape[0])
     return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
-
-
-def said_at(target: SoftTarget, rows: Tensor) -> SoftTarget:
-    """Return what the target emits of some ``rows`` [R] of those that were requested."""
-    if isinstance(target, TargetTop):
-        return TargetTop(target.ids[rows], target.log_probs[rows])
-    return TargetHidden(target.hidden[rows], target.head)
 
 
 def no_loss(module: nn.Module) -> Tensor:

@@ -21,7 +21,7 @@ from ...model.adapters import LINEARS, AdapterConfig, linear_shapes
 from ...train.carriers import CarrierRows, choose_carriers
 from ...train.chunked import KnownGradients
 from ...train.data import TokenBatch
-from ...train.features import EVALUATED_LOGITS, TOP, argmax, likeliest, no_loss, said_at
+from ...train.features import EVALUATED_LOGITS, TOP, argmax, likeliest, no_loss
 from ...train.losses import SoftTarget, cross_entropy, distilled
 from ...train.network import Network
 from ...weights.files import fingerprint
@@ -197,7 +197,7 @@ class StreamRecipe:
         read = torch.zeros(len(final), dtype=torch.bool, device=final.device)
         read[aims.main] = True
         likely, places = likeliest(self.network, final[read], TOP), read.cumsum(0) - 1  # once, for all streams of a row
-        return lambda stream_aims: said_at(likely, places[stream_aims.main.flatten()])
+        return lambda stream_aims: likely.at(places[stream_aims.main.flatten()])
 
     def _stream_loss(self, streams: Tensor, aims: Aims, target: TargetOf | None) -> tuple[Tensor, dict[str, float]]:
         """Return sum_j alpha_j ((1 - w) CE_j + w KL_j) (eq. 6 of the paper, w = 0).

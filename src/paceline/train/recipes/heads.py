@@ -37,8 +37,8 @@ from ...core.options import check, option
 from ...model.hot import hot_share, places_of
 from ..carriers import CarrierRows, carriers_of, group_attention
 from ..data import TokenBatch
-from ..features import EVALUATED_LOGITS, OnlineFeatures, argmax, last_states, no_loss, said_at
-from ..losses import SoftTarget, TargetTop, mse_cross_entropy
+from ..features import EVALUATED_LOGITS, OnlineFeatures, argmax, last_states, no_loss
+from ..losses import TargetTop, mse_cross_entropy
 from ..network import attend, finish, project, rotation_of, visible
 from .heads_start import start_from_target
 
@@ -219,18 +219,17 @@ class HeadRecipe:
         states = self.predict(fed, batch, anchors, steps, self.target.embed)
         for step, (state, share) in enumerate(zip(states, shares, strict=True), 1):
             ahead = Ahead.of(batch, anchors.index, step)
-            aims = true.flatten(0, 1)[ahead.rows], said_at(target, places[ahead.rows].clamp_min(0))
+            aims = true.flatten(0, 1)[ahead.rows], target.at(places[ahead.rows].clamp_min(0))
             loss, squared = self._step_loss(state, ahead, *aims)
             total = total + share / sum(shares) * loss
             figures[f"mse_{step}"], figures[f"ce_{step}"] = squared, float(loss.detach()) - self.alpha * squared
         return total, figures
 
-    def _step_loss(self, state: Tensor, ahead: Ahead, true: Tensor, target: SoftTarget) -> tuple[Tensor, float]:
+    def _step_loss(self, state: Tensor, ahead: Ahead, true: Tensor, target: TargetTop) -> tuple[Tensor, float]:
         """alpha MSE + CE of a step, and the MSE."""
         weights = ahead.weights
         hidden, head = self._logit_factors(state, ahead)
         if self.hot is not None:
-            assert isinstance(target, TargetTop), "likeliest tokens are learned"
             target = target.within(self._places)
         loss = mse_cross_entropy(state, true, hidden, head, target, weights, alpha=self.alpha, frozen=state.shape[1])
         with torch.no_grad():
