@@ -10,7 +10,7 @@ import pytest
 from kits.reports import World, fail
 
 from paceline.bench.records import Cell, Method, Report, Trial
-from paceline.bench.summary import Row, Summary, bootstrap, draw_groups, overall_ratio, percentile_bounds
+from paceline.bench.summary import Row, Summary, bootstrap, overall_ratio, percentile_bounds
 
 CELL = Cell(workload="w")
 
@@ -72,7 +72,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     covered = 0
     for _ in range(400):
         logs = 0.7 + generator.normal(0, 0.2, (16, 1)) + generator.normal(0, 0.05, (16, 3))
-        low, high = percentile_bounds(bootstrap(logs.tolist(), generator, draw_groups(16, generator, 500)))
+        low, high = percentile_bounds(bootstrap(logs.tolist(), generator, 500))
         covered += low <= 0.7 <= high
     assert 0.90 <= covered / 400 <= 0.99
 

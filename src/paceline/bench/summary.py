@@ -223,22 +223,16 @@ def _sample(logs: list[list[float]], label: str) -> Sample:
     # The label keeps the draws of different cells independent, whatever their order.
     generator = np.random.default_rng([SEED, crc32(label.encode())])
     value = float(np.mean([median(group) for group in logs]))
-    groups = draw_groups(len(logs), generator)
-    return value, bootstrap(logs, generator, groups), sum(map(len, logs))
+    return value, bootstrap(logs, generator), sum(map(len, logs))
 
 
-def draw_groups(many: int, generator: np.random.Generator, resamples: int = RESAMPLES) -> NDArray[np.intp]:
-    """Return [S, G] groups drawn with replacement."""
-    return generator.integers(0, many, (resamples, many))
-
-
-def bootstrap(logs: Sequence[Sequence[float]], generator: np.random.Generator, groups: NDArray[np.intp]) -> Floats:
-    """Return [S] means over groups of the medians over repeats, the repeats of every group drawn again each time.
+def bootstrap(logs: Sequence[Sequence[float]], generator: np.random.Generator, resamples: int = RESAMPLES) -> Floats:
+    """Return [S] means over groups of the medians over repeats, both drawn again with replacement each time.
 
     Args:
         logs: one list a group, one entry a repeat.
-        groups: [S, G] the groups of each resample (see `draw_groups`).
     """
+    groups = generator.integers(0, len(logs), (resamples, len(logs)))  # [S, G]
     counts = np.array([len(group) for group in logs])  # [G]
     values = np.full((len(logs), int(counts.max())), np.inf)  # [G, R], +inf where a repeat is missing
     for place, group in enumerate(logs):
