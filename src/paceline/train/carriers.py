@@ -52,16 +52,12 @@ class CarrierRows:
             yield make_carriers(self.index[start:stop], self.positions[start:stop])
 
 
-def generated(batch: TokenBatch) -> Tensor:
-    """Return [B, T] bool: rows whose next token exists and is generated, not part of a prompt."""
+def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.Generator | None = None) -> CarrierRows:
+    """Return the rows whose next token exists and is generated, not part of a prompt, or a ``fraction`` of them."""
     follows = torch.zeros_like(batch.documents, dtype=torch.bool)
     follows[:, :-1] = batch.documents[:, :-1] == batch.documents[:, 1:]
-    return follows & (batch.documents >= 0) & (batch.positions >= batch.prompts - 1)
-
-
-def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.Generator | None = None) -> CarrierRows:
-    """Return all rows of `generated`, or a random ``fraction`` of them."""
-    return carriers_of(generated(batch), batch, fraction, generator)
+    generated = follows & (batch.documents >= 0) & (batch.positions >= batch.prompts - 1)
+    return carriers_of(generated, batch, fraction, generator)
 
 
 def carriers_of(rows: Tensor, batch: TokenBatch, fraction: float, generator: torch.Generator | None) -> CarrierRows:
