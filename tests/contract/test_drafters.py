@@ -120,7 +120,7 @@ def test_proposals_are_trees_within_budget_and_depth(kind: str, monkeypatch: pyt
 @KINDS
 def test_preemption_and_prefix_hits_change_nothing(kind: str) -> None:
     """A pool for little more than one sequence; and one that has room for the texts of the requests before."""
-    rules = params(kind, 0.8)
+    rules = params(kind, 0.8, max_tokens=36)
     for options, mark in (({"kv_memory": "3MiB", "max_model_len": 160}, "preemptions"), ({}, "cached_prompt_tokens")):
         llm = drafting(kind, **options)
         outputs = [*answers(llm, kind, rules), *answers(llm, kind, rules)]
@@ -136,12 +136,12 @@ def test_ends_inside_of_accepted_paths(kind: str) -> None:
     llm = drafting(kind)
     own, stopped = answers(llm, kind, params(kind))[-1].outputs[0], 0
     places = [i for i, origin in enumerate(own.origins) if origin == "drafted" and i > 2]
-    for place in places[: 2 * 4 : 2]:
-        for rules in (params(kind, stop_token_ids=[own.token_ids[place]]), params(kind, max_tokens=place)):
-            outputs = answers(llm, kind, rules)
-            same(outputs, reference(rules))
-            ends = [(o.outputs[0].finish_reason, o.outputs[0].origins[-1]) for o in outputs]
-            stopped += ends.count(("stop", "drafted"))
+    stops = [params(kind, stop_token_ids=[own.token_ids[place]]) for place in places[:6:2]]
+    for rules in (*stops, params(kind, max_tokens=places[2])):
+        outputs = answers(llm, kind, rules)
+        same(outputs, reference(rules))
+        ends = [(o.outputs[0].finish_reason, o.outputs[0].origins[-1]) for o in outputs]
+        stopped += ends.count(("stop", "drafted"))
     rules = params(kind, stop=[own.text[len(own.text) // 2 :][:4]])
     outputs = answers(llm, kind, rules)
     same(outputs, reference(rules))
@@ -160,7 +160,7 @@ def test_samples_of_one_prompt_are_drafted_apart(kind: str) -> None:
 @KINDS
 def test_after_forgetting_it_drafts_as_in_the_beginning(kind: str) -> None:
     """What is remembered of other requests makes drafts better, and no token another."""
-    llm, rules = drafting(kind), params(kind)
+    llm, rules = drafting(kind), params(kind, max_tokens=24)
     begun = [o.stats.passes for o in answers(llm, kind, rules)]
     answers(llm, kind, rules)
     llm.forget()
@@ -169,7 +169,7 @@ def test_after_forgetting_it_drafts_as_in_the_beginning(kind: str) -> None:
 
 @KINDS
 def test_an_aborted_request_leaves_nothing(kind: str) -> None:
-    llm, rules = drafting(kind), params(kind)
+    llm, rules = drafting(kind), params(kind, max_tokens=24)
     stream = llm.stream(PROMPTS[0], rules)
     next(stream)
     stream.close()

@@ -49,14 +49,14 @@ def test_ids_are_those_of_plain_decoding_and_drafts_are_accepted(kind: str, temp
 def test_preemption_samples_and_ends_change_nothing(kind: str) -> None:
     tight = drafting(kind, kv_memory="3MiB", max_model_len=160)
     rules = params(0.8, n=2, max_tokens=30)
-    outputs = tight.generate(PROMPTS, rules) + tight.generate(PROMPTS, rules)
-    same(outputs, reference(rules) * 2)
+    outputs = tight.generate(PROMPTS, rules)
+    same(outputs, reference(rules))
     assert tight.engine.round.failure is None and sum(o.stats.preemptions for o in outputs)
     llm = drafting(kind)
     whole = llm.generate(PROMPTS, params())
     own = whole[-1].outputs[0]
     stopped = 0
-    for place in [i for i, origin in enumerate(own.origins) if origin == "drafted" and i > 2][:6:2]:
+    for place in [i for i, origin in enumerate(own.origins) if origin == "drafted" and i > 2][:4:2]:
         rules = params(stop_token_ids=[own.token_ids[place]])
         outputs = llm.generate(PROMPTS, rules)
         same(outputs, reference(rules))

@@ -29,8 +29,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.kv.pool import KVPool
 
 pytestmark = pytest.mark.timeout(240)
-CASES = {"float64": 32, "bytes": 20}  # of a world; FEWER for the others
-FEWER = 10
+CASES = {"float64": 20, "bytes": 12}  # of a world; FEWER for the others
+FEWER = 6
 EVERYWHERE = {"requests compared", "refused requests", "chunk edges", "prefix hits", "accepted 0", "accepted 1"}
 OFTEN = {
     "preemptions",
@@ -75,15 +75,15 @@ def test_every_answer_is_the_oracles(world: str) -> None:
 
 def test_answers_end_inside_accepted_paths() -> None:
     """Drafters that know the answer go on beyond its end."""
-    witness = campaign(range(1000, 1020), "float64", "always_right")
-    witness.met.update(campaign(range(1000, 1010), "float64", "greedy_eater").met)
+    witness = campaign(range(1000, 1010), "float64", "always_right")
+    witness.met.update(campaign(range(1000, 1006), "float64", "greedy_eater").met)
     assert_met(witness, ENDED)
 
 
 def test_text_is_what_the_bytes_are() -> None:
     """No model: torn characters, and tokens that end one and begin the next, through what makes text of ids."""
-    wrong = [found for seed in range(1500) if (found := said(seed))]
-    assert not wrong, f"{len(wrong)} of 1500, such as {wrong[0]}"
+    wrong = [found for seed in range(600) if (found := said(seed))]
+    assert not wrong, f"{len(wrong)} of 600, such as {wrong[0]}"
 
 
 def test_threads_share_an_engine() -> None:

@@ -96,6 +96,12 @@ class Answer:
     beyond: list[int] = field(default_factory=list)  # what would have come next, had nothing ended it
 
 
+@cache
+def next_logits(config: DecoderConfig, tokens: tuple[int, ...]) -> Tensor:
+    """[1, V]: of the whole text, once for all options that lead to it."""
+    return full_logits(target(config), tokens)[-1:].clone()
+
+
 def plain(
     prompt: abc.Sequence[int], params: SamplingParams, index: int = 0, beyond: int = 0, config: DecoderConfig = CONFIG
 ) -> Answer:
@@ -111,7 +117,7 @@ def plain(
     sampler = SequenceSampler(params, prompt, seed=params.seed, sample_index=index, vocab_size=VOCAB, eos_ids=EOS_IDS)
     answer, tokens, decode = Answer(), list(prompt), ToyText().push
     while not answer.finish_reason or len(answer.beyond) < beyond:
-        logits = full_logits(target(config), tokens)[-1:]
+        logits = next_logits(config, tuple(tokens))
         token = int(sampler.choose(logits, None, [len(tokens)]))
         if answer.finish_reason:
             answer.beyond.append(token)
@@ -428,22 +434,13 @@ def config_of(drafter: str) -> DecoderConfig:
     return TARGETS.get(drafter, CONFIG)
 
 
-# What differs from another one of the grid in a shape, or drafts points as others do: with the full grids.
+# With the full grids alone: what differs from another one in a shape, in what it proposes, or in what stands beside it.
 TWINS = {
-    "static_point",
-    "static_drawn",
-    "dynamic_point",
-    "streams_point",
-    "streams_best_path",
-    "streams_count",
-    "lyanna_point",
-    "eagle_chain",
-    "medusa_point",
-    "hybrid_of_three",
-    "hybrid_eagle",
-    "hybrid_magicdec",
-    "magicdec_point",
-    "pipeline_suffix",
+    *("ngram_short", "suffix_bold", "static_point", "static_drawn", "dynamic_point", "dynamic_narrow", "eagle_chain"),
+    *("streams_point", "streams_best_path", "streams_count", "lyanna_point", "medusa_point"),
+    *("magicdec_point", "magicdec_drawn", "spire_drawn", "normed_streams", "hybrid_lyanna", "hybrid_streams"),
+    *("hybrid_spire", "hybrid_of_three", "hybrid_eagle", "hybrid_magicdec"),
+    *("pipeline_ngram", "pipeline_suffix", "pipeline_hybrid", "pipeline_normed"),
 }
 assert DRAFTERS.keys() >= TWINS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -18,7 +19,7 @@ from paceline.engine.grammar import compiler
 from paceline.engine.grammar.matcher import GrammarMatcher
 from paceline.papers.specpipe.round import PipelineRound
 
-PROMPTS = ["Question: How many names are there?\n", "name[The Mill], food[English]", "As JSON:"]
+PROMPTS = ("Question: How many names are there?\n", "name[The Mill], food[English]", "As JSON:")
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
 DRAFTERS = ("grammar", "suffix", "hybrid:grammar+suffix", "draft_model:paceline-small-draft", "eagle", "medusa")
 DRAFTERS = (*DRAFTERS, "lyanna", "streams", "hybrid:grammar+paceline-small-draft", "spire", "magicdec")
@@ -29,7 +30,8 @@ def plain() -> LLM:
     return LLM("paceline-small", exact=True)
 
 
-def ids(llm: LLM, prompts: list[str] = PROMPTS, **options: Any) -> list[list[int]]:
+@cache
+def ids(llm: LLM, prompts: tuple[str, ...] = PROMPTS, **options: Any) -> list[list[int]]:
     params = SamplingParams(**{"max_tokens": 60, "seed": 5, "grammar": GRAMMAR, **options})
     return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
 
@@ -114,7 +116,7 @@ def test_drafts_outside_of_the_grammar_never_become_rows(plain: LLM) -> None:
     prompt = "ab 123 ab 123 ab 123 ab 123 ab 123 ab"
     [found] = drafting.generate(prompt, params)
     assert found.stats.drafted == found.stats.accepted
-    assert found.outputs[0].token_ids == ids(plain, [prompt], max_tokens=12, temperature=0, grammar=params.grammar)[0]
+    assert found.outputs[0].token_ids == ids(plain, (prompt,), max_tokens=12, temperature=0, grammar=params.grammar)[0]
 
 
 def test_a_request_chooses_to_do_without(plain: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ pytestmark = needs_kernels
 PROMPTS = ["Question: How many names are there?\nSQL:", "name[The Mill], food[English], area[riverside]", "Once"]
 
 
+@cache
 def ids(llm: LLM, **options: Any) -> list[list[int]]:
-    params = SamplingParams(**{"max_tokens": 48, "seed": 5, "ignore_eos": True, **options})
+    params = SamplingParams(**{"max_tokens": 32, "seed": 5, "ignore_eos": True, **options})
     return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
 
 
@@ -35,7 +37,7 @@ DRAFTERS = ("suffix", "draft_model:paceline-small-draft", "hybrid:suffix+eagle",
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_change_no_token(plain: LLM, drafter: str) -> None:
-    drafting = LLM("paceline-small", drafter=drafter, kv_cache_dtype="int8", exact=True, share=plain)
+    drafting = LLM("paceline-small", drafter=drafter, kv_cache_dtype="int8", exact=True, share=plain, budget=6)
     for temperature in (0.0, 0.8):
         assert ids(drafting, temperature=temperature) == ids(plain, temperature=temperature)
 
@@ -52,13 +54,13 @@ def test_numbers_are_others_and_near(plain: LLM) -> None:
 
 @pytest.mark.parametrize("options", [{"max_batch_rows": 16}, {"kv_memory": "1500KB", "max_model_len": 128}])
 def test_cut_prompts_and_preemption_change_no_token(plain: LLM, options: dict[str, Any]) -> None:
-    cut = LLM("paceline-small", kv_cache_dtype="int8", exact=True, drafter="suffix", share=plain, **options)
+    cut = LLM("paceline-small", kv_cache_dtype="int8", exact=True, drafter="suffix", share=plain, budget=6, **options)
     assert ids(cut) == ids(plain)
-    assert ids(cut) == ids(plain)  # behind prefixes that were kept
+    assert ids(cut, ignore_eos=True) == ids(plain)  # again, behind prefixes that were kept
 
 
 def test_stages_hold_it_too(plain: LLM) -> None:
-    piped = LLM("paceline-small", kv_cache_dtype="int8", exact=True, drafter="suffix", pipeline=2)
+    piped = LLM("paceline-small", kv_cache_dtype="int8", exact=True, drafter="suffix", budget=6, pipeline=2)
     assert ids(piped) == ids(plain)
 
 

@@ -36,7 +36,7 @@ def test_joins(tmp_path: Path):
 @needs_kernels
 def test_the_parts_of_a_step_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafter = "streams:paceline-small-streams"
-    asked = ["--drafter", drafter, "--batch", "1,2", "--prompts", "6", "--threads", "1", "--out", str(tmp_path)]
+    asked = ["--drafter", drafter, "--batch", "1,2", "--prompts", "3", "--threads", "1", "--out", str(tmp_path)]
     assert micro.study.run(["parts", *asked]) == 0
     shown = capsys.readouterr().out
     for word in ("host, batch 1", "compiled, batch 2", "whole step", "emit"):
