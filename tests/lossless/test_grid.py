@@ -61,7 +61,7 @@ ACCEPTED = {
     "hybrid": {*range(5)},
     "hybrid_trees": {*range(5)},
     "partly_right": {*range(8)},
-    "too_deep": {*range(1, 8)},
+    "too_deep": {1, 2, 3, 5, 6, 7},
     "later_sibling": {*range(3)},
     "duplicates": {*range(4)},
     "magicdec": {*range(5)},
