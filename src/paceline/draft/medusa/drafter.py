@@ -148,17 +148,13 @@ class MedusaDrafter(Drafter):
 
     def _said(self, views: abc.Sequence[Sequence]) -> list[LevelScores]:
         """Return the heads' output: short where compiled code knows a sequence's rules, else logits."""
-        states, samplers = self._states(views), [view.sampler for view in views]
+        places, samplers = [self._last[view.key] for view in views], [view.sampler for view in views]
+        states = join([held[row : row + 1] for held, row, _ in places])  # without a copy where there is one
         compiled, coupled = self._pass.native, self.config.proposes == "coupled"
         if compiled is not None and all(s.plain or s.draws for s in samplers):
             rules = None if all(s.plain for s in samplers) else b"".join([s.rules for s in samplers])
             return [*compiled.best(states, self._k, [len(view.tokens) for view in views], rules, coupled)]
         return [*self._pass.logits(states)]  # [heads, V] each
-
-    def _states(self, views: abc.Sequence[Sequence]) -> Tensor:
-        """[n, d_model] the last states; without a copy where there is one."""
-        places = [self._last[view.key] for view in views]
-        return join([held[row : row + 1] for held, row, _ in places])
 
 
 class HeadPass:

@@ -131,20 +131,13 @@ class StreamSet(nn.Module):
             streams.adapters.start(generator)
         return streams
 
-    def begin(self, hidden: Tensor, gamma: int | None = None) -> Tensor:
-        """Return the streams of main rows, just before layer N - Ns: M_t + P_j.
+    def begin(self, hidden: Tensor) -> Tensor:
+        """Return [..., gamma, d] the streams of main rows, just before layer N - Ns: M_t + P_j.
 
-        Args:
-            hidden: [..., d], M after layer N - Ns - 1.
-            gamma: the first so many streams; None: all.
-
-        Returns:
-            [..., gamma, d].
-
-        Source: eq. 4, with f the identity.
+        ``hidden`` is [..., d], M after layer N - Ns - 1. Source: eq. 4, with f the identity.
         """
         assert self.embeddings is not None, "a set of adapters alone has no streams"
-        return hidden[..., None, :] + self.embeddings[: self.config.gamma if gamma is None else gamma]
+        return hidden[..., None, :] + self.embeddings
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters under their names in the file."""
