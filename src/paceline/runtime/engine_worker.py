@@ -34,6 +34,7 @@ from .requests import (
     Updates,
 )
 from .serving import Service
+from .wire import decode, encode
 
 SERVED = ("grammar", "prediction")  # drafters that a server has next to the model's own: they cost nothing unasked
 IDLE_S = 0.001  # between two looks for a grammar that is being compiled
@@ -51,21 +52,16 @@ def service(device: str, options: Mapping[str, Any]) -> EngineService:
         raise CapabilityError(
             f"model {llm.config.model}", "it has no tokenizer, so text means nothing to it", "add its files"
         )
-    warm(llm)
-    engine_service = EngineService(llm)
+    engine_service, limits = EngineService(llm), llm.engine.limits
+    prompt = [min(3, limits.vocab_size - 1)] * min(4, limits.max_model_len - 1)
+    params = SamplingParams(temperature=0, max_tokens=WARM_TOKENS, ignore_eos=True)
+    for _ in engine_service.handle(decode(encode(Submit("warm", prompt, params, None, 0.0, store=False)))):
+        while engine_service.work() is not None:  # the first request does not pay for what is made at first use
+            pass
+    llm.forget()
     gc.collect()
     gc.freeze()  # no later collection looks at what is there now: 150 ms in which no stream would continue
     return engine_service
-
-
-def warm(llm: LLM) -> None:
-    """Answer a short prompt, so that the first request does not pay for what is made at first use."""
-    limits = llm.engine.limits
-    prompt = [min(3, limits.vocab_size - 1)] * min(4, limits.max_model_len - 1)
-    params = SamplingParams(temperature=0, max_tokens=WARM_TOKENS, ignore_eos=True)
-    for _ in llm.stream({"prompt_token_ids": prompt}, params, store=False):
-        pass
-    llm.forget()
 
 
 @dataclass(slots=True)
