@@ -575,13 +575,13 @@ def test_several_processes_may_build_at_once(tmp_path: Path):
         f' sleep 0.5; cp "{library}" "$last"; echo x >> "{tmp_path}/links";; *) : > "$last";; esac',
     )
     cache = tmp_path / "cache"
-    probes = [start_probe(None, CXX=str(slow), XDG_CACHE_HOME=str(cache)) for _ in range(3)]
+    probes = [start_probe(None, CXX=str(slow), XDG_CACHE_HOME=str(cache)) for _ in range(2)]
     for probe in probes:
         assert result_of(probe)["why"] is None
     (kept,) = (cache / "paceline" / "kernels").iterdir()
     assert kept.suffix == ".so" and kept.read_bytes() == Path(library).read_bytes()
     built = (tmp_path / "links").read_text().count("x")
-    assert 1 <= built <= 3
+    assert 1 <= built <= 2
     assert result_of(start_probe(None, CXX=str(slow), XDG_CACHE_HOME=str(cache)))["why"] is None
     assert (tmp_path / "links").read_text().count("x") == built
 

@@ -27,6 +27,7 @@ FLAGS = ("-Og", *kernels.FLAGS[1:])  # half the time of -O1
 DRIVER = Path(__file__).parent / "drive_kernels.cpp"
 NETWORKS = {"float32": 1e-6, "bfloat16": 0.01, "int8": 0.01, "q4_0": 0.01}  # by their weights: how far x86 may be
 NETWORK = (40, 72)  # rows and width
+LEVELS = [pytest.param(one, marks=[pytest.mark.full] * one.endswith(("dotprod", "i8mm"))) for one in kernels.ARM]
 
 
 def weights() -> list[tuple[int, Tensor, Tensor, Tensor]]:
@@ -82,9 +83,8 @@ def driven(folder: Path, compiler: str, library: Path, emulator: Sequence[str] =
 
 
 @needs_kernels
-@pytest.mark.parametrize("level", kernels.ARM)
+@pytest.mark.parametrize("level", LEVELS)
 def test_kernels_for_aarch64(level: str, folder: Path) -> None:
-    """Widths are compared where the kernels run."""
     library, flags = folder / f"{level}.so", kernels.ARM[level][0].split()
     run(COMPILER, *FLAGS, *flags, "-shared", kernels.SOURCE, "-o", library)
     number, products, networks = driven(folder, COMPILER, library, EMULATOR)

@@ -26,7 +26,7 @@ def learning(url: str) -> dict[str, object]:
 
 def test_requests_are_kept_unless_they_say_store_false(tmp_path: Path) -> None:
     folder = tmp_path / "learned"
-    with live_server("--learn", str(folder), "--drafter", "eagle") as server:
+    with live_server("--learn", str(folder), "--drafter", "eagle", "--budget", "4") as server:
         said = post(server.url, "/v1/completions", prompt="SELECT", max_tokens=6, return_token_ids=True)
         post(server.url, "/v1/completions", prompt="SELECT", max_tokens=6, store=False)
         messages = [{"role": "user", "content": "Hello"}]
