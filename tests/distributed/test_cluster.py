@@ -78,12 +78,12 @@ def test_a_cluster_says_what_one_process_says(
 
 def what_has_no_room(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     has = "its hosts have . cores.*, . cores"
-    monkeypatch.setattr("paceline.runtime.ray_cluster.RESERVE_S", 2.0)
-    with pytest.raises(ConfigError, match=f"8 workers of 1 cores: it has no room for 9 processes .*{has}"):
-        on(cluster, pipeline=9)
-    with pytest.raises(ConfigError, match=f"1 workers of 1 cores and 2 GPUs: it has no room for 2 .*{has}"):
-        LLM(MODEL, pipeline=2, cluster="auto,cores=1,gpus=2", **SMALL)
-    monkeypatch.undo()
+    with monkeypatch.context() as changed:
+        changed.setattr("paceline.runtime.ray_cluster.RESERVE_S", 2.0)
+        with pytest.raises(ConfigError, match=f"8 workers of 1 cores: it has no room for 9 processes .*{has}"):
+            on(cluster, pipeline=9)
+        with pytest.raises(ConfigError, match=f"1 workers of 1 cores and 2 GPUs: it has no room for 2 .*{has}"):
+            LLM(MODEL, pipeline=2, cluster="auto,cores=1,gpus=2", **SMALL)
 
 
 def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
@@ -213,3 +213,9 @@ print("ray" in sys.modules)
 def test_nothing_imports_ray_on_one_host() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=LONG, check=True)
     assert done.stdout.split()[-1] == "False"
+
+
+def test_a_cluster_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(CapabilityError, match="RAY_AUTH_MODE=token"):
+        LLM(MODEL, pipeline=2, cluster="127.0.0.1:6379", **SMALL)

@@ -64,7 +64,9 @@ def test_two_replicas_answer_alike_through_a_rolling_update_and_end_after_their_
     ids = LLM("paceline-small", exact=True, max_model_len=256).generate([PROMPT], greedy)[0].outputs[0].token_ids
     stop, answered, errors, port = Event(), set[str](), list[BaseException](), free_port()
     llm = {"exact": True, "max_model_len": 2048}
-    served = application({"model": "paceline-small", "llm": llm, "deployment": {"num_replicas": 2}})
+    served = application(
+        {"model": "paceline-small", "llm": llm, "serve": {"no_keys": True}, "deployment": {"num_replicas": 2}}
+    )
     ray.init(address=cluster.address, log_to_driver=False)
     http_options = {"host": "127.0.0.1", "port": port, "request_timeout_s": None}
     serve.start(proxy_location="HeadOnly", http_options=http_options)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..core.errors import CapabilityError
+from ..core.errors import CapabilityError, ConfigError
 from ..model.families import DecoderConfig
 from ..train.data import SourceSpec
 from ..train.job import TrainingJob, finish, prepare
@@ -138,7 +138,10 @@ def train(
     def possible() -> int:
         shutil.rmtree(out / "timed", ignore_errors=True)
         _, trainer = run("timed", most, min(TIMED, most), evaluate_every=0)
-        return max(1, min(most, int(SLACK * left_s() * trainer.step / max(trainer.seconds, 1e-3))))
+        steps = min(most, int(SLACK * left_s() * trainer.step / max(trainer.seconds, 1e-3)))
+        if steps < min(most, TIMED):
+            raise ConfigError("--hours", f"{max(0, steps)} steps fit the time that is left", "give more hours")
+        return steps
 
     steps = once("steps", possible)
     job, trainer = run("run", steps, steps, evaluate_every=max(1, steps // CHECKS))

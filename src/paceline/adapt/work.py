@@ -46,11 +46,11 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._state = self._read(plain({"format": FORMAT, **facts}))
-        except OSError as error:
+        except BlockingIOError as error:
             os.close(self._lock)
             remedy = "wait for it, end it, or name another folder"
             raise ConfigError(subject, "another run is under way in it", remedy) from error
-        except ConfigError:
+        except (OSError, ConfigError):
             os.close(self._lock)
             raise
         self._began, self._saved = monotonic() - float(self._state["spent_s"]), monotonic()

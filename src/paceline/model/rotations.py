@@ -32,9 +32,13 @@ _NUMBERS = (*_NEEDED["llama3"], "beta_fast", "beta_slow", "mscale", "mscale_all_
 
 def read_rope(f: Fields, head_dim: int, theta: float = 10000.0) -> Rope:
     """Return the rotation that the file describes; ``theta`` where it names no base."""
-    values = f.mapping("rope_parameters") | f.mapping("rope_scaling")
+    parameters = f.mapping("rope_parameters")
+    values = f.mapping("rope_scaling") or parameters
     theta, share = (
-        check_number(name, next((x for x in (values.get(name), f.values.get(name)) if x is not None), default))
+        check_number(
+            name,
+            next((x for x in (values.get(name), parameters.get(name), f.values.get(name)) if x is not None), default),
+        )
         for name, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0))
     )
     dim = int(head_dim * share)
@@ -59,7 +63,7 @@ def read_rope(f: Fields, head_dim: int, theta: float = 10000.0) -> Rope:
     original = f.optional_integer(_ORIGINAL, None) or (4096 if phi3 and _ORIGINAL not in f.values else context)
     if values.get(_ORIGINAL) is not None:
         original = check_integer(_ORIGINAL, values[_ORIGINAL])
-    parameters: Json = {name: check_number(name, values[name]) for name in _NUMBERS if values.get(name)}
+    parameters = {name: check_number(name, values[name]) for name in _NUMBERS if values.get(name)}
     if lost := next((name for name in _NEEDED[kind] if name not in parameters), None):
         raise ConfigError("config.json: rope parameters", f"{lost!r} is missing", RESTORE)
     factors = values.get("short_factor")

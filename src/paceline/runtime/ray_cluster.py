@@ -39,7 +39,7 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # for the cluster's head to answer
-RESERVE_S = 10.0  # for bundles to be free
+RESERVE_S = 30.0  # for bundles to be free
 PLACED_S = 15.0  # for a host that leaves to be replaced by another one
 PIN = 0.001  # of a host's own resource: a place on that host
 PAGE = "docs/cluster.md"
@@ -69,14 +69,18 @@ def connect(cluster: ClusterConfig) -> str:
     """Join a cluster, unless this process has; return the address of this host in it.
 
     Raises:
+        CapabilityError: this process gives no token.
         ConfigError: no cluster is there, or one that does not take this process.
     """
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        wrong = "this process gives no token: whoever reaches a cluster without one runs code on its hosts"
+        raise CapabilityError(f"cluster={cluster.address!r}", wrong, f"set RAY_AUTH_MODE=token here and there ({PAGE})")
     address = os.environ.get("RAY_ADDRESS", "auto") if cluster.address == "auto" else cluster.address
     try:
         if not ray.is_initialized():
             if address != "auto":  # Ray itself takes minutes to find that nobody answers
                 host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), PROBE_S).close()
+                socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
             ray._private.worker._worker_logs_enabled = False  # it prints faults to stdout, where answers go
     except (Exception, SystemExit) as error:

@@ -213,8 +213,8 @@ class EngineClient:
             submission = replace(submission, params=replace(submission.params, seed=secrets.randbits(63)))
         one = OpenRequest(submission, tokens=[[] for _ in range(submission.params.n)])
         self._open[submission.id] = one
-        self._send(submission)
         try:
+            self._send(submission)
             await one.accepted
         except BaseException:
             self.abort(submission.id)

@@ -85,18 +85,18 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
     Raises:
         ConfigError: of an option.
     """
-    config = ServeConfig(**arguments.get("serve", {}))
+    config = ServeConfig(**{"host": "0.0.0.0", **arguments.get("serve", {})})  # Serve's proxies are open to the network
     llm = LLMOptions(**{"threads": 1, **arguments.get("llm", {}), "model": arguments["model"]})
-    deployment: Any = serve.deployment(
-        serve.ingress()(Replica),
-        name=DEPLOYMENT,
-        max_ongoing_requests=config.max_open,
-        request_router_config={"request_router_class": ROUTER},
-        ray_actor_options={"num_cpus": llm.threads, "num_gpus": arguments.get("gpus", 0)},
-        graceful_shutdown_timeout_s=config.drain_s + MARGIN_S,
-        health_check_period_s=HEALTH_S,
-        max_constructor_retry_count=1,
+    options = {
+        "max_ongoing_requests": config.max_open,
+        "request_router_config": {"request_router_class": ROUTER},
+        "ray_actor_options": {"num_cpus": llm.threads, "num_gpus": arguments.get("gpus", 0)},
+        "graceful_shutdown_timeout_s": config.drain_s + MARGIN_S,
+        "health_check_period_s": HEALTH_S,
+        "max_constructor_retry_count": 1,
         **arguments.get("deployment", {}),
-    )
+        "name": DEPLOYMENT,
+    }
+    deployment: Any = serve.deployment(serve.ingress()(Replica), **options)
     bound: serve.Application = deployment.bind(config, vars(llm), config.name_of(arguments["model"]))
     return bound

@@ -104,6 +104,13 @@ def write(
     if rest := len(data) - data.rfind(b"\n") - 1:  # half a line, of a killed process
         os.truncate(path, len(data) - rest)
     done = data.count(b"\n")
+    if last := min(done, len(prompts)):
+        try:
+            same = json.loads(data.split(b"\n")[last - 1])["prompt_tokens"] == [*prompts[last - 1]]
+        except (ValueError, KeyError, TypeError):
+            same = False
+        if not same:
+            raise ConfigError(f"answers {path}", f"line {last} does not answer prompt {last} of this command", _REPEAT)
     began, tokens_written = perf_counter(), 0
     while done < len(prompts) and going():
         part = prompts[done : done + batch]

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between two looks at engine, learner and offers
 IDLE_S = 0.5  # without a request, before the learner continues
-AGAIN_S = 20.0  # at least, between two starts of the learner, which may die
+AGAIN_S, LONGEST_S = 20.0, 300.0  # between two starts of the learner, which may die: at first, and at most
 WAITING = 256  # requests that have ended and are not written down yet; of more the oldest are left out
 WINDOW = 64  # requests after which two drafters are compared at work
 WORSE = 0.9  # of what was accepted before, below which the one before returns
@@ -159,7 +159,7 @@ class Learning:
 
     def _watch(self) -> None:
         """Look after the learner while the engine runs."""
-        idle, again = monotonic(), 0.0
+        idle, again, pause = monotonic(), 0.0, AGAIN_S
         while not self._ended.wait(LOOK_S):
             now = monotonic()
             self._keep()
@@ -169,7 +169,7 @@ class Learning:
                 self._signal("SIGCONT")
             if (self._process is None or self._process.poll() is not None) and now >= again:
                 self._start()
-                again = now + AGAIN_S
+                again, pause = now + pause, min(2 * pause, LONGEST_S)
             try:
                 self._look()
             except Exception as error:  # a drafter that cannot be used: the serving one continues
