@@ -52,7 +52,7 @@ Made by `paceline adapt`; `training.json` has its data with hashes, settings and
 **{verdict.words[:1].upper()}{verdict.words[1:]}.**
 
 Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to given prompts
-and to prompts that it drew itself. Of a draft on held-out prompts {trained["accepted"]:.2f} tokens are accepted.
+and to prompts that it drew itself.
 
 Over plain decoding, on prompts that were put aside, with 95% intervals; ids equal in {verdict.equal} of
 {verdict.sequences} sequences:
