@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .core.outputs import RequestOutput as RequestOutput
     from .core.sampling import SamplingParams as SamplingParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # torch's OpenMP threads spin for milliseconds after each of its parallel operations, on cores that the threads of the
 # compiled layers need. They read this when torch is loaded: where that was before, or the user chose, nothing changes.
