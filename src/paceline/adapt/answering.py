@@ -1,4 +1,4 @@
-"""What the model answers, and prompts that it draws itself.
+"""Answer prompts with the model, and let it draw prompts of its own.
 
 A model that was trained on dialogues, given the beginning of a user's turn, continues as a user would (Magpie,
 Xu et al. 2024); a model of texts, given nothing, begins a text. Such prompts cost only time, belong to nobody, and are

@@ -1,4 +1,4 @@
-"""`paceline adapt` from beginning to end: answers, training, verdict, and the result.
+"""Run `paceline adapt` from beginning to end: answers, training, verdict, and the result.
 
 OUT/adapted.json      how it is drafted with: `draft.adapted` reads it
 OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that describes it

@@ -1,4 +1,4 @@
-"""A drafter trained within a time: a few steps show how many there is time for, and the rate falls over so many.
+"""Train a drafter within a time: a few steps show how many there is time for, and the rate falls over so many.
 
 Both are ordinary runs of `train.job`.
 """

@@ -9,9 +9,9 @@ import os
 from dataclasses import dataclass
 
 from ..core.options import check, option
+from ..core.registry import ROUNDS
 from ..draft.registry import DrafterConfig
 
-ROUNDS = ("serial", "fused", "mirror", "pipeline")
 VERIFIERS = ("sample_and_match", "rejection", "block")
 AUTO_ROUND = AUTO_DRAFTER = "auto"
 MODEL = "embedded model (see `paceline models`), folder, GGUF file or hub name"

@@ -164,7 +164,7 @@ class DraftModel(Drafter):
         return self._make(rows)
 
     def _make(self, rows: int) -> ModelSessions:
-        """Sessions with room for texts and so many drafted rows of each sequence."""
+        """Return sessions with room for texts and so many drafted rows of each sequence."""
         sequences, tokens, device = self._size
         pool = KVPool(*self.decoder.cache_shape, tokens + sequences * (rows + 32), self.decoder.dtype, device)
         if self.decoder.ranks is not None and self.decoder.ranks.line is not None:

@@ -20,6 +20,7 @@ from ..core.named import NamedConfig, hints, option_rows, pairs, read_config
 from ..core.named import OptionRow as OptionRow
 from ..core.options import MOST_TEXT, shown, suggest
 from ..core.options import option as option
+from ..core.registry import DRAFTERS
 from . import adapted
 
 if TYPE_CHECKING:
@@ -27,23 +28,6 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "paceline.drafters"
 NONE = "none"  # plain decoding
-
-# Named, not imported: listing the names must not load torch, and a drafter loads only when it is requested.
-_BUILTIN = {
-    "none": "paceline.draft.none:NoneConfig",
-    "ngram": "paceline.draft.ngram:NgramConfig",
-    "suffix": "paceline.draft.suffix:SuffixConfig",
-    "prediction": "paceline.draft.prediction:PredictionConfig",
-    "grammar": "paceline.draft.forced:ForcedConfig",
-    "draft_model": "paceline.draft.draft_model:DraftModelConfig",
-    "medusa": "paceline.draft.medusa:MedusaConfig",
-    "hybrid": "paceline.draft.hybrid:HybridConfig",
-    "streams": "paceline.papers.streaming.drafter:StreamsConfig",
-    "lyanna": "paceline.papers.lyanna.drafter:LyannaConfig",
-    "eagle": "paceline.draft.eagle:EagleConfig",
-    "magicdec": "paceline.draft.magicdec:MagicDecConfig",
-    "spire": "paceline.papers.spire.drafter:SpireConfig",
-}
 
 _registered: dict[str, type[DrafterConfig]] = {}
 
@@ -126,7 +110,7 @@ def register(config_class: type[DrafterConfig]) -> type[DrafterConfig]:
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
         subject = f"register {config_class.__name__}"
         raise ConfigError(subject, f"kind={name!r} is not a name", "set kind to letters, digits, _ . or -")
-    if name in _BUILTIN or _registered.get(name, config_class) is not config_class:
+    if name in DRAFTERS or _registered.get(name, config_class) is not config_class:
         raise ConfigError(f"register drafter {name!r}", "the name is taken", "choose another kind")
     _registered[name] = config_class
     return config_class
@@ -135,14 +119,14 @@ def register(config_class: type[DrafterConfig]) -> type[DrafterConfig]:
 @cache
 def _discovered() -> tuple[dict[str, EntryPoint], list[EntryPoint]]:
     """Entry points by name, our own first, looked up once on first need; and those whose name was taken already."""
-    usable = {name: EntryPoint(name, place, ENTRY_POINT_GROUP) for name, place in _BUILTIN.items()}
+    usable = {name: EntryPoint(name, place, ENTRY_POINT_GROUP) for name, place in DRAFTERS.items()}
     points = list(entry_points(group=ENTRY_POINT_GROUP))
     return usable, [point for point in points if usable.setdefault(point.name, point) is not point]
 
 
 def names() -> list[str]:
     """All names that can be used: built in, registered, and from other packages."""
-    return list(dict.fromkeys([*_BUILTIN, *_registered, *_discovered()[0]]))
+    return list(dict.fromkeys([*DRAFTERS, *_registered, *_discovered()[0]]))
 
 
 def without_weights() -> list[str]:
@@ -253,7 +237,7 @@ def describe() -> list[DrafterRow]:
 
 def _describe(name: str) -> DrafterRow:
     origin = (
-        "built in" if name in _BUILTIN else "registered" if name in _registered else _package(_discovered()[0][name])
+        "built in" if name in DRAFTERS else "registered" if name in _registered else _package(_discovered()[0][name])
     )
     try:
         chosen = config_class(name)

@@ -1,4 +1,4 @@
-"""How many nodes to draft: a fixed number, or what the engine chooses (`auto.AutoBudget`)."""
+"""State how many nodes to draft: a fixed number, or what the engine chooses (`auto.AutoBudget`)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DraftBudget:
 
 @dataclass(frozen=True)
 class FixedBudget(DraftBudget):
-    """The same number of nodes for every sequence in every step."""
+    """Allows the same number of nodes for every sequence in every step."""
 
     most_nodes: int
     why: str | None = None  # the reason that is given where it is 0

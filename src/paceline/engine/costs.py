@@ -1,4 +1,4 @@
-"""The cost of steps: a table of measured passes, corrected by every step that is run.
+"""Price steps: a table of measured passes, corrected by every step that is run.
 
     step(B, R)  =  [ plain(B) + chain(B + R) - chain(B) ]  x  correction
                     B sequences of one row each, R drafted rows on top

@@ -6,21 +6,14 @@ import re
 from pkgutil import resolve_name
 from typing import Any
 
+from ..core import registry
 from ..core.errors import CapabilityError, ConfigError
 from ..core.named import pairs, read_config
 from ..core.options import MOST_TEXT, shown
 from ..draft.base import DrafterSpec
 from .base import Round, RoundConfig, RoundParts
-from .draft_verify import SerialConfig
 
-_OF_PAPERS = (
-    "paceline.papers.streaming.round:FusedConfig",
-    "paceline.papers.mirror.config:MirrorConfig",
-    "paceline.papers.specpipe.config:PipelineConfig",
-)
-ROUNDS: dict[str, type[RoundConfig]] = {
-    config.kind: config for config in (SerialConfig, *map(resolve_name, _OF_PAPERS))
-}
+ROUNDS: dict[str, type[RoundConfig]] = {name: resolve_name(place) for name, place in registry.ROUNDS.items()}
 AUTO = "auto"
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.options import shown
+from ..core.registry import APPLICATIONS
 from ..weights.files import fingerprint
 from ..weights.source import resolve_folder
 from .adapters import AdapterRange, LowRank, joined
 from .decoder import Decoder
 
-_READER = "paceline.papers.streaming.application"  # of the sets' files
 BASE = "base"  # what the base model is called where a word is needed, so no application may be
 
 
@@ -65,13 +65,13 @@ def load_applications(
     """
     if not folders:
         return {}
-    target_mark, load = fingerprint(target_folder), resolve_name(f"{_READER}:load")
+    target_mark, load = fingerprint(target_folder), resolve_name(f"{APPLICATIONS}:load")
     return {name: load(name, folder, decoder, target, target_mark) for name, folder in folders.items()}
 
 
 def rows_beside(folder: Path) -> int:
     """Return how many rows the generated rows of a trained set have next to each; 0: it has adapters alone."""
-    return int(resolve_name(f"{_READER}:read_config")(folder).gamma)
+    return int(resolve_name(f"{APPLICATIONS}:read_config")(folder).gamma)
 
 
 def adapter_ranges(

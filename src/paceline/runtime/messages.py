@@ -17,7 +17,7 @@ from ..model.stages import Frame
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A frame to a stage, its tokens embedded."""
+    """Carries a frame to a stage, its tokens embedded."""
 
     frame: Frame
     seconds: float = 0.0  # the most that a stage spent on it so far

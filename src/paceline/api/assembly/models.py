@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...core.errors import CapabilityError
+from ...core.registry import TRACKS
 from ...engine.base import WorkerPlace
 from ...engine.rounds import parse_round
 from ...kernels.layers import unsupported
@@ -23,8 +24,6 @@ from ...weights.loader import load_model
 from ...weights.source import Source, parse_device
 from ..config import LLMConfig
 from ..split import parse_split
-
-_TRACKS = "paceline.papers.mirror.tracks"  # drafts of several tracks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def _decoder(
         "ranks": ranks,
     }
     if source.shape.tracks > 1:
-        return resolve_name(f"{_TRACKS}:load_tracks")(source, **options)
+        return resolve_name(f"{TRACKS}:load_tracks")(source, **options)
     options |= {"layers": part.layers, "ends": part.ends}
     return load_model(source, exact=exact, **options)
 
@@ -149,7 +148,7 @@ def load_source(
 
 def track_share(source: Source, rank: int) -> Share:
     """Return what one of several processes has of a draft of tracks."""
-    return resolve_name(f"{_TRACKS}:track_share")(source.shape, rank)
+    return resolve_name(f"{TRACKS}:track_share")(source.shape, rank)
 
 
 def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:

@@ -232,7 +232,7 @@ class LyannaDrafter(StateDrafter):
             self._keep(draft, states_logits)
 
     def _merge(self, draft: _SequenceDraft) -> TokenTree:
-        """Verification fusion: both trees below one root, each within its share of the budget (section 6.2).
+        """Join both trees below one root, each within its share of the budget (verification fusion, section 6.2).
 
         A path that both have is a fresh node.
         """
