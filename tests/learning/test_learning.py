@@ -7,11 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,11 +21,8 @@ from paceline.adapt import learner
 from paceline.adapt.learning import files, serving
 from paceline.adapt.learning.store import RequestStore, ServedRequest
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.train import job
 from paceline.train.data import SourceSpec
 from paceline.train.job import TrainingJob, finish, prepare
-from paceline.train.network import Network
-from paceline.train.scoring import network_scores, remembered_scores
 from paceline.train.trainer import Phase, TrainConfig
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
@@ -113,7 +108,6 @@ def test_requests_are_kept_as_ids_but_for_those_that_are_not_to_be(make: Callabl
     ask(llm, store=False)
     (kept,) = kept_in(tmp_path / "learn", 1)
     assert (kept.prompt, kept.answer) == ([5, 6, 7, 8], said)
-    assert not llm.learning._collector._texts
     told = llm.describe_learning()
     assert (told["requests_kept"], told["requests_left_out"]) == (1, 1) and told["state"].startswith("on: token ids")
     modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "learn").iterdir()}
@@ -212,39 +206,6 @@ def test_the_learner_learns_checks_and_offers(
     wait_for(lambda: llm.learning._ready)
     ask(llm)
     assert llm.describe_learning()["last_check"] == {"was": found["was"], "is": found["is"], "requests": 36}
-    torch.set_num_threads(1)
-
-
-def test_states_are_kept_as_the_target_computes_them_and_not_computed_again(
-    make: Callable[..., LLM], target: Path, heads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several requests at once, one whose prompt begins as another's did: its states lack that beginning."""
-    llm, folder = make(max_prompt_rows=16, drafter=f"eagle:{heads[0]},past=24"), tmp_path / "learn"
-    prompts = [[5 + (i * j) % 40 for j in range(8 + 9 * i)] for i in range(8)] * 4
-    for part in (prompts[:16], prompts[16:]):
-        llm.generate([{"prompt_token_ids": ids} for ids in part], PARAMS)
-    served = kept_in(folder, 32)
-    known, network, skips = (
-        learner.write(tmp_path / "all.jsonl", served),
-        Network.load(target, frozen=True),
-        set(),
-    )
-    remembers = remembered_scores(known, network, nullcontext, lambda: pytest.fail("it scores"))
-    for one in served:
-        assert one.states is not None
-        skipped, rows = one.skipped, one.states
-        ids = np.array([*one.prompt, *one.answer], dtype=np.int32)[: skipped + len(rows)]
-        true, said = network_scores(network, nullcontext, [ids], 4)
-        found, own = remembers([ids[skipped:]], 4)
-        skips.add(skipped > 0)
-        assert skipped < len(one.prompt) < len(ids) <= len(one.prompt) + len(one.answer) - 1
-        assert torch.allclose(found, true[skipped:], rtol=0.02, atol=0.02)
-        assert torch.allclose(own.log_probs, said.log_probs[skipped:], atol=0.1)
-        assert (own.ids[:, 0] == said.ids[skipped:, 0]).float().mean() > 0.8
-    assert skips == {False, True}
-    monkeypatch.setattr(job, "make_scorer", lambda *given: pytest.fail("it scores"))
-    task = files.read(folder / files.TASK)
-    assert learner.learn(folder, task, served) == served[-24].number - 1  # with what was put aside
     torch.set_num_threads(1)
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from paceline.adapt.learning import store as stores
 from paceline.adapt.learning.store import ANSWER, PROMPT, RequestStore
 from paceline.core.errors import ConfigError
 
 
-def test_it_keeps_the_last_requests_and_states_of_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "WITH_STATES", 2)
+def test_it_keeps_the_last_requests(tmp_path: Path) -> None:
     store = RequestStore(tmp_path / "requests", most=4)
     for i in range(1, 8):
-        store.add([i, i + 1], [10 * i], 0, np.full((2, 3), i, np.uint16))
+        store.add([i, i + 1], [10 * i])
     other = RequestStore(tmp_path / "requests", most=4)
     assert other.numbers() == [4, 5, 6, 7] and other.numbers(after=5) == [6, 7]
     found = other.read([3, *other.numbers()])
     assert [(one.number, one.prompt, one.answer) for one in found] == [(i, [i, i + 1], [10 * i]) for i in (4, 5, 6, 7)]
-    assert [one.states is not None for one in found] == [False, False, True, True]
     other.add([1], [2])  # another process continues after the last
     assert store.numbers() == [5, 6, 7, 8]
     (tmp_path / "requests" / "8.npz").write_bytes(b"PK" + b"\0" * 50)
@@ -31,9 +27,9 @@ def test_it_keeps_the_last_requests_and_states_of_the_newest(tmp_path: Path, mon
 
 def test_long_requests_keep_the_end_of_their_prompt_and_the_beginning_of_their_answer(tmp_path: Path) -> None:
     store = RequestStore(tmp_path / "requests")
-    store.add(list(range(5000)), list(range(900)), 5000 - PROMPT + 7)
+    store.add(list(range(5000)), list(range(900)))
     (one,) = store.read([1])
-    assert one.prompt == list(range(5000 - PROMPT, 5000)) and one.answer == list(range(ANSWER)) and one.skipped == 7
+    assert one.prompt == list(range(5000 - PROMPT, 5000)) and one.answer == list(range(ANSWER))
 
 
 def test_it_is_for_the_user_alone(tmp_path: Path) -> None:

@@ -14,13 +14,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..core.errors import PacelineError
@@ -85,10 +83,12 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     try:
-        scored = write(place / "learned.jsonl", learned) | write(place / "held.jsonl", held)
-        number, was, now, result = train(folder, task, place, len(learned), scored)
+        for name, part in (("learned", learned), ("held", held)):
+            lines = [json.dumps({"prompt_tokens": one.prompt, "completion_tokens": one.answer}) for one in part]
+            (place / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        number, was, now, result = train(folder, task, place, len(learned))
         better = now == now and 1 + now >= BETTER * (1 + was)
-        say(requests=len(learned), known=len(scored), was=was, now=now, offered=better)
+        say(requests=len(learned), was=was, now=now, offered=better)
         if better:
             offer(folder, number, result, {"was": was, "is": now, "requests": len(learned)})
     finally:
@@ -96,10 +96,8 @@ def learn(folder: Path, task: dict[str, Any], served: Sequence[ServedRequest]) -
     return served[-ASIDE].number - 1  # requests that were set aside are learned from next time
 
 
-def train(
-    folder: Path, task: dict[str, Any], place: Path, requests: int, scored: Mapping[bytes, np.ndarray]
-) -> tuple[int, float, float, Path]:
-    """Train on what is to be learned; ``scored`` is of `write`.
+def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tuple[int, float, float, Path]:
+    """Train on what is to be learned.
 
     Returns:
         The new drafter's number; accepted tokens of a draft, on what was put aside, of the one that serves and of the
@@ -121,7 +119,7 @@ def train(
     )
     steps = max(8, round(STEPS_A_REQUEST * requests))
     settings = {"evaluate_every": 0, "final_ratio": 0.1, "learning_rate": task["rate"]}
-    job = replace(job_of(plan, place / "training", steps, weights, **settings), scored=scored)
+    job = job_of(plan, place / "training", steps, weights, **settings)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()
@@ -144,25 +142,6 @@ def offer(folder: Path, number: int, result: Path, check: dict[str, Any]) -> Non
     numbers = sorted(int(p.name) for p in place.iterdir() if p.name.isdigit())
     for old in numbers[:-KEPT]:
         shutil.rmtree(place / str(old), ignore_errors=True)
-
-
-def write(file: Path, served: Sequence[ServedRequest]) -> dict[bytes, np.ndarray]:
-    """Write requests as data, ids alone; of one with states the part that they were kept of.
-
-    Returns:
-        Those states, as `remembered_scores` takes them: a document's last token needs none.
-    """
-    lines, scored = list[str](), dict[bytes, np.ndarray]()
-    for one in served:
-        prompt, ids = len(one.prompt), [*one.prompt, *one.answer]
-        if one.states is not None:
-            part = ids[one.skipped : one.skipped + len(one.states) + 1]
-            if one.skipped < prompt < one.skipped + len(part) - 1:  # else there is nothing to be learned from
-                prompt, ids = prompt - one.skipped, part
-                scored[np.array(ids[:-1], dtype=np.int32).tobytes()] = one.states[: len(ids) - 1]
-        lines.append(json.dumps({"prompt_tokens": ids[:prompt], "completion_tokens": ids[prompt:]}))
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return scored
 
 
 def say(**facts: Any) -> None:

@@ -12,7 +12,6 @@ used below it; then the nodes above are computed in the same pass.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -190,14 +189,11 @@ class ObservingDrafter(Drafter):
 
     trusted = True
     body: Any  # its texts
-    on_states: Callable[[StepFeatures], None] | None = None  # called with what the drafter is shown
 
     @inference
     def observe(self, step: StepFeatures) -> None:
         """Note the states that a pass showed."""
         self.body.observe(step)
-        if self.on_states is not None:
-            self.on_states(step)
 
     def release(self, keys: abc.Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,7 +28,7 @@ from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
-from .scoring import Scorer, make_scorer, remembered_scores
+from .scoring import make_scorer
 from .trainer import Trainer, Watch, plan, precision_of, products, training_device
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -44,7 +43,6 @@ class TrainingJob(RecipeFile):
     init: Path | None = None  # folder of a checkpoint to start from
     out: Path
     cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
-    scored: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # for the cache; see `remembered_scores`
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
     hot: Tensor | None = None  # [H] int64, in the same way: the only tokens that are to be drafted; None: all
 
@@ -99,10 +97,8 @@ def prepare(
     facts: dict[str, Any] = {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight}
     facts["target"] = None if job.target is None else fingerprint(job.target)
     if job.cache is not None:
-        context.features = cache = _cache(job, entry, facts["target"], context, [*examples, *held], say)
-        examples = cache.examples[: len(examples)]
-        if job.scored:
-            context.held_out = _held_out(job, cache.examples[len(examples) :], longest)
+        context.features = cache = _cache(job, entry, facts["target"], context, examples, say)
+        examples = cache.examples
     mixture = _mixture(job, examples)
     return Trainer(entry.build(options, context), mixture, job.phases, job.config, job.out, facts, watch, say)
 
@@ -125,19 +121,18 @@ def _cache(
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     exact = job.config.precision == "fp32"  # else as it serves, whatever this processor multiplies in training
     key = {"target": target, "precision": "fp32" if exact else "bf16", "length": longest}
-    sources = list(zip([*job.sources, *(job.held_out if job.scored else ())], examples, strict=False))
     shape = context.target.config
-    cache = TopCache(job.cache, sources, key, TOP, shape.vocab_size, shape.d_model if recipe.states else 0)
-    count = len(job.sources)
-    batches: Iterable[TokenBatch] = (
-        batch for _, batch in plan(_mixture(job, cache.examples[:count]), job.phases, job.config.steps)
+    cache = TopCache(
+        job.cache,
+        [*zip(job.sources, examples, strict=True)],
+        key,
+        TOP,
+        shape.vocab_size,
+        shape.d_model if recipe.states else 0,
     )
+    batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config.steps))
     inside = partial(products, precision_of(job.config.precision, context.device), context.device)
-    make: Callable[[], Scorer] = partial(make_scorer, job.target, context.target, not exact, inside)
-    if job.scored:
-        batches = chain(batches, *_held_out(job, cache.examples[count:], longest).values())
-        make = partial(remembered_scores, job.scored, context.target, inside, make)
-    cache.complete(make, batches, say)
+    cache.complete(partial(make_scorer, job.target, context.target, not exact, inside), batches, say)
     return cache
 
 

@@ -6,9 +6,9 @@ are the network's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,36 +92,6 @@ class CompiledScorer:
             packer.add(document.tolist(), range(count), slots=places, keys=places, num_keys=count, prefix=0)
             at += count
         return decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, self._pool, taps).hidden
-
-
-def remembered_scores(
-    remembered: Mapping[bytes, np.ndarray], target: Network, products: Products, make: Callable[[], Scorer]
-) -> Scorer:
-    """Return a scorer by states that were kept while the target served; documents without any are scored.
-
-    Args:
-        remembered: [rows, d_model] bits of bfloat16, by the bytes of a document's int32 ids.
-        target: whose norm and head give the rest, in the context ``products``.
-        make: makes what scores the others, once there is one.
-    """
-    others = cache(make)
-
-    @torch.no_grad()
-    def score(tokens: np.ndarray, top: int) -> tuple[Tensor, TargetTop]:
-        bits = remembered.get(tokens.tobytes())
-        if bits is None:
-            states, tops = others()([tokens], top)
-            return states.float(), tops
-        states = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
-        states = states.to(target.head_weight.device).float()
-        with products():
-            return states, likeliest(target, target.final(states), top)
-
-    def scorer(documents: Sequence[np.ndarray], top: int) -> tuple[Tensor, TargetTop]:
-        states, tops = zip(*(score(tokens, top) for tokens in documents), strict=True)
-        return torch.cat(states), joined(tops)
-
-    return scorer
 
 
 def make_scorer(folder: Path, target: Network, compiled: bool, products: Products) -> Scorer:

@@ -59,11 +59,9 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         "options": {"depth": int(getattr(part, "depth", DEPTH))},
         "rate": min(1e-3, RATE * WIDTH / shape.d_model),
     }
-    sizes = torch.get_num_threads(), config.max_sequences
-    learning = Learning(Path(config.learn).absolute(), engine, part, build, task, *sizes)
+    learning = Learning(Path(config.learn).absolute(), engine, part, build, task, torch.get_num_threads())
     log.warning(
-        "learning is on: token ids and states of requests are kept in %s; a request with store: false is not",
-        learning.folder,
+        "learning is on: token ids of requests are kept in %s; a request with store: false is not", learning.folder
     )
     return learning
 

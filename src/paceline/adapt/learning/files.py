@@ -1,6 +1,6 @@
 """The folder of `--learn`: the files through which the server and the learner communicate.
 
-requests/           token ids of requests, and the target's states of the newest (`store`)
+requests/           token ids of requests (`store`)
 learner.json        what the learner is to train for
 drafters/N/         drafters that passed their check
 offer.json          the last one of them, and how it did

@@ -30,7 +30,6 @@ from ...draft.states.sessions import StateDrafter
 from ...engine.engine import Engine
 from ...engine.live import LiveRequest
 from . import files
-from .states import CollectedStates, StateCollector
 from .store import RequestStore
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,6 @@ class Learning:
         build: makes another one of its kind.
         task: what the learner is to know: model, kind, weights.
         threads: of the engine.
-        most: sequences that the engine runs at once.
 
     Raises:
         ConfigError: a folder that cannot be used.
@@ -69,13 +67,10 @@ class Learning:
         build: Build,
         task: dict[str, Any],
         threads: int,
-        most: int,
     ) -> None:
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
         self.store = RequestStore(folder / files.REQUESTS)
-        self._collector = StateCollector(most)
-        part.on_states = self._collector.observe
         self.spare = (os.cpu_count() or 1) - threads >= 1  # a core that the engine leaves to the learner
         self.number, self.before, self.last_check = 0, 0, {}  # type: tuple[int, int, dict[str, Any]]
         self.kept = self.left_out = self.taken = self.returned = self.starts = 0
@@ -85,7 +80,7 @@ class Learning:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped, self._ended = False, Event()
         self._tried = 0
-        self._to_keep: deque[tuple[list[int], list[int], CollectedStates | None]] = deque(maxlen=WAITING)
+        self._to_keep: deque[tuple[list[int], list[int]]] = deque(maxlen=WAITING)
         self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -108,7 +103,6 @@ class Learning:
 
     def ended(self, live: LiveRequest) -> None:
         """Store a request that has ended, and count how it was drafted for."""
-        states = [self._collector.take(sequence.key) for sequence in live.sequences][0]
         sequence, stats = live.sequences[0], live.sequences[0].stats
         if stats.passes and stats.drafted:
             lengths = self._accepted.setdefault(self.number, deque(maxlen=WINDOW))
@@ -117,7 +111,7 @@ class Learning:
         if not live.store or not whole or sequence.checker.num_tokens < 2 or live.application is not None:
             self.left_out += 1
             return
-        self._to_keep.append((list(live.prompt_ids), sequence.output_ids, states))
+        self._to_keep.append((list(live.prompt_ids), sequence.output_ids))
         self.kept += 1
 
     def between(self) -> None:
@@ -138,7 +132,7 @@ class Learning:
         self.part.release([s.key for live in self.engine.live.values() for s in live.sequences])
         self._good = dict(vars(self.part))
         self.before, self.number, self.taken = self.number, number, self.taken + 1
-        _become(self.part, vars(fresh) | {"on_states": self._collector.observe})
+        _become(self.part, vars(fresh))
         self.engine.budget.reset_source(self.part.spec.name, self.last_check["is"])
         log.info("drafter %d takes over: %s", number, json.dumps(self.last_check))
 
@@ -179,10 +173,8 @@ class Learning:
     def _keep(self) -> None:
         """Write down the requests that have ended."""
         while self._to_keep:
-            prompt, answer, states = self._to_keep.popleft()
             try:
-                rows = () if states is None else (states.start, states.bits())
-                self.store.add(prompt, answer, *rows)
+                self.store.add(*self._to_keep.popleft())
             except OSError as error:
                 log.warning("a request cannot be kept: %s", error)
 

@@ -304,8 +304,7 @@ class HeadRecipe:
 
     def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return features [B, T, d] and the target's likeliest tokens [B, T], 0 where nothing is to be emitted."""
-        placed = (batch.places >= 0).any()  # in the run's cache
-        true = self.target.final(self.features.states(batch) if placed else last_states(self.target, batch))
+        true = self.target.final(last_states(self.target, batch))
         says, counted = torch.zeros_like(batch.tokens), batch.weights > 0
         says[counted] = argmax(true[counted], self.target.head_weight)
         return true, says
