@@ -59,28 +59,28 @@ def lives(config: Any, seed: int) -> Any:
     for turn in range(60):
         key = turn % 2
         tree = served._open[key]
-        places = [ROOT, *tree.nodes]
+        places = [ROOT, *({*tree.nodes} - {tree.root})]
         parent, node = draw.choice(places), draw.choice(places)
         ask = Expand(key, [(parent, draw.randrange(6))], [node], draw.choice([1, 3]))
         (grown,) = served.grow([ask])
         for place in dict.fromkeys([*grown.added, node]):
             rows = zip(grown.parents, grown.tokens, grown.log_q, strict=True)
             said = [(token, log_q) for parent, token, log_q in rows if parent == place]
-            yield texts[key], tree.tokens(place), ask.width, said
+            yield texts[key], tree.tokens(tree.number(place)), ask.width, said
         drafted = [(tree.nodes[node].parent, tree.nodes[node].token) for node in grown.nodes]
-        assert drafted == [*zip(grown.parents, grown.tokens, strict=True)]
+        assert drafted == [*zip(map(tree.number, grown.parents), grown.tokens, strict=True)]
         if turn % 5 == 0:
-            root = draw.choice([*tree.nodes])
+            root = draw.choice(places[1:] or [grown.added[0]])
             texts[key] += tree.tokens(root)
             above = tree.tokens(root)
             paths = {n: tree.tokens(n) for n in tree.nodes}
             below = {n: path[len(above) :] for n, path in paths.items() if path[: len(above)] == above and n != root}
             served.reroot(key, root)
-            assert {n: tree.tokens(n) for n in tree.nodes} == below
+            assert {n: tree.tokens(n) for n in tree.nodes if n != tree.root} == below
         elif turn % 7 == 0:
             texts[key] += [5, 4]
             served.commit(key, [5, 4])
-            assert not tree.nodes
+            assert {*tree.nodes} == {tree.root}
         assert tree.view.tokens == texts[key]
 
 

@@ -3,6 +3,8 @@
 A tree is a list of parents: node 0 is the root, the text's last token, which has no entry; node n is entry n - 1, and
 its parent is an earlier node. Trees are plain lists of numbers: they have few nodes, and lists are several times
 faster than tensors there. Depths, masks and paths follow from the parents.
+
+A drafter or a round that keeps a tree between passes, while verdicts prune it, keeps a `KeptTree`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from .errors import ConfigError
 
 PADDING = -1  # parents and path tokens of padding
+NONE = -1  # number of a node, or its row, where there is none
 
 
 @dataclass(slots=True)
@@ -172,6 +175,76 @@ class TokenTree:
                 raise _no_tree(f"node {node} is below node {parent}, which is not an earlier one")
         if any(map(math.isnan, self.scores)):
             raise _no_tree("a score is not a number")
+
+
+@dataclass(slots=True)
+class KeptNode:
+    """One node of a `KeptTree`."""
+
+    parent: int  # its number; `NONE` for the root
+    token: int
+    place: int  # of the token in the text
+    row: int = NONE  # of its K/V after the text's; `NONE`: it is not computed
+
+
+N = TypeVar("N", bound=KeptNode)
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptTree(Generic[N]):
+    """A tree below a text's last token, its root, that stays between passes. A node keeps its number while it is there.
+
+    Parents have lower numbers than their children. Two children of a parent carry different tokens.
+    """
+
+    nodes: dict[int, N] = field(default_factory=dict)
+    children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
+    root: int = NONE
+    fresh: int = 0  # the next number
+
+    def put(self, node: N) -> int:
+        """Add a node; return its number."""
+        number, self.fresh = self.fresh, self.fresh + 1
+        self.nodes[number] = node
+        self.children[node.parent, node.token] = number
+        return number
+
+    def restart(self, root: N) -> None:
+        """Drop all nodes, and begin again with a root."""
+        self.nodes, self.children = {}, {}
+        self.root = self.put(root)
+
+    def path(self, number: int) -> list[int]:
+        """Return the nodes from below the root to this one."""
+        nodes: list[int] = []
+        while number != self.root:
+            nodes.append(number)
+            number = self.nodes[number].parent
+        return nodes[::-1]
+
+    def reroot(self, number: int) -> list[N]:
+        """Make a node the root, and drop all that is not below it; return the nodes before it, the old root first."""
+        before = [self.nodes[n] for n in (self.root, *self.path(number)) if n != number]
+        below = {number}
+        for n, node in self.nodes.items():
+            if node.parent in below:
+                below.add(n)
+        self.nodes = {n: node for n, node in self.nodes.items() if n in below}
+        self.root, self.nodes[number].parent = number, NONE
+        self.children = {(node.parent, node.token): n for n, node in self.nodes.items()}
+        return before
+
+    def computed(self) -> list[N]:
+        """Return the nodes that have a row, in the order of their rows."""
+        return sorted((node for node in self.nodes.values() if node.row != NONE), key=lambda node: node.row)
+
+    def pack_rows(self) -> list[int]:
+        """Renumber the rows from 0 on; return what they were, ascending."""
+        nodes = self.computed()
+        rows = [node.row for node in nodes]
+        for row, node in enumerate(nodes):
+            node.row = row
+        return rows
 
 
 def _no_tree(wrong: str) -> ConfigError:

@@ -17,7 +17,6 @@ from ..model.decoder import Decoder
 from ..model.packing import RowPacker
 from ..model.parallel import LOGITS, NOTHING
 from .network_sessions import NetworkSessions
-from .sessions import ROOT
 from .text_sessions import DraftCache, Expansion
 
 PREFILL_ROWS = 512  # rows of one pass over a long text
@@ -45,7 +44,7 @@ class ModelSessions(NetworkSessions):
         self.decoder, self.pool = decoder, pool
 
     def _begin(self, view: Sequence) -> DraftCache:
-        return DraftCache(view, cache=self.pool.open(view.tokens, expected=view.max_len), text_length=len(view.tokens))
+        return DraftCache(view=view, cache=self.pool.open(view.tokens, expected=view.max_len))
 
     def forget(self) -> None:
         self.pool.forget()
@@ -56,7 +55,7 @@ class ModelSessions(NetworkSessions):
 
         K/V of drafted nodes that became text is kept, but for the last token: the next draft needs the logits after it.
         """
-        node, rows = ROOT, list[int]()
+        node, rows = tree.root, list[int]()
         for token in tokens[:-1]:
             node = tree.children.get((node, token), -1)
             if node < 0 or tree.nodes[node].row < 0:
@@ -79,7 +78,7 @@ class ModelSessions(NetworkSessions):
 
         The root is expanded while its K/V is not there; after that it has children.
         """
-        if node == ROOT and not session.pending:
+        if node == session.root and not session.pending:
             return False
         vocabulary, path = self.decoder.config.vocab_size, session.path(node)
         if not self.reads(session) or any(session.nodes[n].token >= vocabulary for n in path):
@@ -120,7 +119,7 @@ class ModelSessions(NetworkSessions):
             first, pending = packer.rows, one.session.pending
             self._pack(packer, one.session, pending, one.computed)
             place = {node: first + pending + i for i, node in enumerate(one.computed)}
-            rows += [place[node] if node != ROOT else first + pending - 1 for node in one.parents]
+            rows += [place[node] if node != one.session.root else first + pending - 1 for node in one.parents]
         batch = packer.batch()
         with self.decoder.whole_run(batch, self.pool, LOGITS, rows):
             hidden = self._run(batch)
@@ -134,9 +133,10 @@ class ModelSessions(NetworkSessions):
 
     def computed(self, view: Sequence, draft: TokenTree, forwarded: int) -> None:
         """Note what compiled code did: K/V of the text's pending tokens, then of the first nodes of a draft."""
-        session, numbers = self.follow(view), [ROOT]
+        session = self.follow(view)
+        numbers = [session.root]
         for row, parent in enumerate(draft.parents[:forwarded]):
-            numbers.append(session.add(numbers[parent], draft.tokens[row], 0.0))
+            numbers.append(session.add(numbers[parent], draft.tokens[row]))
             session.nodes[numbers[-1]].row = row
         session.cache.enter()
         self.pool.settle([(session.cache, range(session.cache.ahead), session.pending)])

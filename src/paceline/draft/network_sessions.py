@@ -25,7 +25,7 @@ from ..kv.pool import KVPool
 from ..model.packing import RowPacker
 from .base import Drafter, StepFeatures
 from .growth import Growth, likeliest
-from .sessions import ROOT, Opening
+from .sessions import Opening
 from .text_sessions import Expansion, LookUps, TextSessions, opened
 
 
@@ -64,10 +64,6 @@ class NetworkSessions(TextSessions):
         if len(self._open) == 1 and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 
-    def _clear(self, tree: Any, tokens: abc.Sequence[int]) -> None:
-        super()._clear(tree, tokens)
-        tree.text_length = len(tree.view.tokens)
-
     def _asked(self, session: Any) -> bool:
         """Return whether a request wants tokens of the network."""
         return session.view.sources is None or self.source in session.view.sources
@@ -90,7 +86,7 @@ class NetworkSessions(TextSessions):
         parts = []
         for growth in growths:
             session = self.follow(growth.sequence)
-            nodes = [reduce(session.add, growth.path(node), ROOT) for node in growth.frontier]
+            nodes = [reduce(session.add, growth.path(node), session.root) for node in growth.frontier]
             parts.append(Expansion(session, nodes, session.uncomputed(nodes)))
             self._reserve(session, len(parts[-1].computed))  # in blocks that are there
         return self._compute(parts)
@@ -129,16 +125,15 @@ class NetworkSessions(TextSessions):
         """Append the rows of a text's pending tokens, then of nodes, to those of a pass."""
         cache, nodes, tokens = session.cache, session.nodes, session.view.tokens
         base, first = cache.committed, cache.enter()
-        root = base + pending - 1
         stop = first + pending + len(computed)
+        start = base + pending - 1 - nodes[session.root].place  # K/V may begin after the text does
         ahead = [0] * (first - base)  # positions of the rows that are there
-        for node in nodes.values():
-            if node.row >= 0:
-                ahead[node.row] = root + node.depth
-        places = [*range(base, base + pending), *(root + nodes[n].depth for n in computed)]
+        for node in session.computed():
+            ahead[node.row] = start + node.place
+        places = [*range(base, base + pending), *(start + nodes[n].place for n in computed)]
         chain = not computed and not ahead  # rows that see all that lies before them
         if not pending and len(computed) == 1:
-            chain = nodes[computed[0]].depth == len(ahead) + 1
+            chain = len(session.path(computed[0])) == len(ahead) + 1
         packer.add(
             [*tokens[base : base + pending], *(nodes[n].token for n in computed)],
             places,

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError
 from ..core.inference import inference
 from ..core.sampling import SequenceSampler
 from ..core.sequence import Sequence
-from ..core.tree import TokenTree
+from ..core.tree import NONE, KeptNode, KeptTree, TokenTree
 from .base import Drafter, DraftRequest
 from .sessions import ROOT, Expand, NewNodes, Opening
 
@@ -111,93 +111,66 @@ class LookUps:
             part.forget()
 
 
-@dataclass(slots=True)
-class Node:
-    """A node of a session's tree."""
-
-    parent: int
-    token: int
-    depth: int  # below the root, as of now
-    score: float = 0.0  # log q of the drafted tokens after the last given one
-    row: int = -1  # of its K/V, after the text's; -1: not computed
-
-
-@dataclass(slots=True)
-class DraftCache:
+@dataclass(slots=True, kw_only=True)
+class DraftCache(KeptTree[KeptNode]):
     """Hold what is computed of one sequence: of its text, and of the nodes below its root by their numbers."""
 
     view: Sequence
-    nodes: dict[int, Node] = field(default_factory=dict)
-    children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
     states: dict[int, Any] = field(default_factory=dict)  # by node: results of its row for rows below it
-    fresh: int = ROOT + 1  # the next number
     cache: Any = None  # K/V of a network
     read: int = 0  # leading tokens of the text that the network has an embedding for
-    text_length: int = 0  # tokens of the text that the nodes hang below
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all nodes: the text's last token is the root."""
+        self.states = {}
+        self.restart(KeptNode(NONE, self.view.tokens[-1], len(self.view.tokens) - 1))
+
+    @property
+    def text_length(self) -> int:
+        """Return the tokens of the text that the nodes hang below."""
+        return self.nodes[self.root].place + 1
 
     @property
     def pending(self) -> int:
         """Return the rows that the text's K/V lacks."""
         return len(self.view.tokens) - int(self.cache.committed)
 
+    def number(self, node: int) -> int:
+        """Return the number of a node that a message names: `ROOT` is the root, whichever that is."""
+        return self.root if node == ROOT else node
+
     def uncomputed(self, ends: abc.Iterable[int]) -> list[int]:
         """Return the nodes to compute for the logits of some: these, and ancestors without K/V, parents first."""
-        nodes = {node for end in ends for node in self.path(end) if node == end or self.nodes[node].row < 0}
-        return sorted(nodes, key=lambda node: (self.nodes[node].depth, node))
+        return sorted({node for end in ends for node in self.path(end) if node == end or self.nodes[node].row < 0})
 
-    def add(self, parent: int, token: int, score: float = 0.0) -> int:
+    def add(self, parent: int, token: int) -> int:
         """Return a child of a node, new or there already."""
         existing = self.children.get((parent, token))
         if existing is not None:
             return existing
-        if parent != ROOT and parent not in self.nodes:
+        if (above := self.nodes.get(parent)) is None:
             raise KeyError(f"node {parent} of sequence {self.view.key}")
-        number, self.fresh = self.fresh, self.fresh + 1
-        self.nodes[number] = Node(parent, token, self.depth(parent) + 1, score)
-        self.children[parent, token] = number
-        return number
-
-    def depth(self, node: int) -> int:
-        """Return the depth of a node; the root's is 0."""
-        return self.nodes[node].depth if node != ROOT else 0
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from below the root to ``node``."""
-        nodes: list[int] = []
-        while node != ROOT:
-            nodes.append(node)
-            node = self.nodes[node].parent
-        return nodes[::-1]
+        return self.put(KeptNode(parent, token, above.place + 1))
 
     def tokens(self, node: int) -> list[int]:
         """Drafted tokens from below the root to ``node``."""
         return [self.nodes[number].token for number in self.path(node)]
 
-    def cut(self, root: int) -> tuple[list[int], int]:
+    def cut(self, node: int) -> tuple[list[int], int]:
         """Make a node the root and drop all that is not below it.
 
         Returns:
             Rows of K/V that stay, ascending, and how many of them, the first ones, are of the text now.
         """
-        path, depth = self.path(root), self.depth(root)
-        below = {root}
-        for number in sorted(self.nodes):  # children have higher numbers than their parents
-            if self.nodes[number].parent in below:
-                below.add(number)
-        stays = [number for number in [*path, *sorted(below - {root})] if self.nodes[number].row >= 0]
-        done = sum(self.nodes[number].row >= 0 for number in path)
-        rows = sorted(self.nodes[number].row for number in stays)
-        moved = {row: place - done for place, row in enumerate(rows)}
-        remaining = {number: self.nodes[number] for number in below - {root}}
-        for node in remaining.values():
-            node.depth -= depth
-            node.parent = ROOT if node.parent == root else node.parent
-            node.row = moved.get(node.row, -1)
-        states = self.states.items()
-        self.states = {ROOT if n == root else n: state for n, state in states if n == root or n in remaining}
-        self.nodes = remaining
-        self.children = {(node.parent, node.token): number for number, node in remaining.items()}
-        return rows, done
+        before = self.reroot(node)
+        root = self.nodes[node]
+        text = [one.row for one in (*before, root) if one.row != NONE]
+        root.row = NONE
+        self.states = {number: state for number, state in self.states.items() if number in self.nodes}
+        return text + self.pack_rows(), len(text)
 
 
 NOBODY = Expand(-1)  # of a pass without a requested level
@@ -228,7 +201,7 @@ class TextSessions:
 
     def _begin(self, view: Sequence) -> DraftCache:
         """Return a sequence's tree, without nodes."""
-        return DraftCache(view)
+        return DraftCache(view=view)
 
     def open(self, opening: Opening) -> None:
         """Implement `DraftSessions`."""
@@ -249,7 +222,8 @@ class TextSessions:
         ready: list[Expansion] = []
         for ask in asks:
             session = self._open[ask.key]
-            grown.append(each := NewNodes([session.add(*child) for child in ask.added]))
+            added = [session.add(session.number(parent), token) for parent, token in ask.added]
+            grown.append(each := NewNodes(added))
             unsure.append(self._look_up(session, ask, each))
             if (one := self._prepare(session, [*unsure[-1]])) is not None:
                 one.ask, one.grown = ask, each
@@ -257,8 +231,10 @@ class TextSessions:
         if ready:
             self._expand(ready)
         for ask, each, rest in zip(asks, grown, unsure, strict=True):
-            for node in [node for node in rest if node not in each.parents]:  # there is no room, or no such token
-                self._put(self._open[ask.key], node, *rest[node], each)
+            session = self._open[ask.key]
+            parents = {*map(session.number, each.parents)}
+            for node in [node for node in rest if node not in parents]:  # there is no room, or no such token
+                self._put(session, node, *rest[node], each)
         return grown
 
     def _look_up(self, session: Any, ask: Expand, grown: NewNodes) -> dict[int, tuple[int, Found]]:
@@ -267,7 +243,7 @@ class TextSessions:
         Add children of the others.
         """
         unsure: dict[int, tuple[int, Found]] = {}
-        for node in dict.fromkeys([*grown.added, *ask.expand]):
+        for node in dict.fromkeys([*grown.added, *map(session.number, ask.expand)]):
             source, matches = self.look_ups.find(session.view, session.tokens(node), ask.width)
             if self.look_ups.knows(matches):
                 self._put(session, node, source, matches, grown)
@@ -277,15 +253,15 @@ class TextSessions:
 
     @staticmethod
     def _put(session: Any, parent: int, source: int, matches: Found, grown: NewNodes) -> None:
-        above = 0.0 if parent == ROOT else session.nodes[parent].score
+        name = ROOT if parent == session.root else parent
         for token, log_q in matches:
-            grown.add(parent, session.add(parent, token, above + log_q), token, log_q, source)
+            grown.add(name, session.add(parent, token), token, log_q, source)
 
     def reroot(self, key: int, node: int) -> None:
         """Implement `DraftSessions`."""
         tree: DraftCache = self._open[key]
-        tokens = tree.tokens(node)
-        rows, done = tree.cut(node)
+        tokens = tree.tokens(tree.number(node))
+        rows, done = tree.cut(tree.number(node))
         tree.view.sampler.commit(tokens)
         self._keep(tree, rows, done)
 
@@ -297,7 +273,7 @@ class TextSessions:
 
     def _clear(self, tree: Any, tokens: abc.Sequence[int]) -> None:
         """Drop all nodes: the text has gone on with these tokens."""
-        tree.nodes, tree.children, tree.states = {}, {}, {}
+        tree.clear()
 
     def _keep(self, tree: Any, rows: abc.Sequence[int], done: int) -> None:
         """Keep these rows of K/V, of which the first are of the text, where there is any."""

@@ -60,7 +60,7 @@ class World:
     text: Path = (0,)
 
     def path(self, number: int) -> Path:
-        below = [self.tree.nodes[n].token for n in self.tree.path(number)]
+        below = [self.tree.nodes[n].token for n in (self.tree.root, *self.tree.path(number))]
         return self.text[:-1] + tuple(below)
 
     def extend(self) -> None:
@@ -145,7 +145,7 @@ def test_the_papers_masks_keep_the_same_tokens(seed: int) -> None:
         cache = append_layer(cache, [held.index(number) for number in above])
         order, held = order + layer, held + layer
         for i, number in enumerate(order):
-            assert {order[j] for j in mask[i].nonzero()[:, 0].tolist()} == {*tree.path(number)}
+            assert {order[j] for j in mask[i].nonzero()[:, 0].tolist()} == {tree.root, *tree.path(number)}
         child = rng.choice([number for number in order if tree.nodes[number].parent == tree.root])
         keep, stays = subtree(mask, order.index(child)), kept_cache(cache, held.index(child))
         verdict = tree.say(tree.nodes[child].token)

@@ -29,7 +29,6 @@ from ...kv.pool import KVPool
 from ...model.packing import RowPacker
 from ..base import StepFeatures
 from ..network_sessions import ObservingDrafter, ObservingSessions
-from ..sessions import ROOT
 from ..text_sessions import DraftCache, Expansion
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 CATCH_UP_ROWS = 512  # of a text, in one pass
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StateSession(DraftCache):
     """A sequence's text and tree, and the states that are known of both: of a node [d], which its row predicts."""
 
@@ -113,7 +112,7 @@ class StateSessions(ObservingSessions):
         self.fuse, self.stack = network.fuse, network.stack
 
     def _begin(self, view: Sequence) -> StateSession:
-        session = StateSession(view, text_length=len(view.tokens))
+        session = StateSession(view=view)
         self._restart(session, 0)
         return session
 
@@ -187,7 +186,7 @@ class StateSessions(ObservingSessions):
         late = [one.session for one in parts if one.session.waiting]
         if late:
             for session, state in zip(late, self.catch_up([s.view for s in late]), strict=True):
-                session.states[ROOT] = state
+                session.states[session.root] = state
         unfinished = [*parts]
         while unfinished := [one for one in unfinished if not one.session.states.keys() >= {*one.computed}]:
             packer, level = RowPacker(self.network, self.pool.device), list[tuple[StateSession, int]]()
@@ -203,7 +202,7 @@ class StateSessions(ObservingSessions):
             for (session, node), state in zip(level, predicted, strict=True):
                 session.states[node] = state
         pairs = [(one.session, node) for one in parts for node in one.parents]
-        tokens = [s.nodes[node].token if node != ROOT else s.view.tokens[-1] for s, node in pairs]
+        tokens = [s.nodes[node].token for s, node in pairs]
         return self.drafter.logits(torch.stack([s.states[node] for s, node in pairs]), tokens)
 
     # -- passes over texts

@@ -23,20 +23,15 @@ import torch
 from torch import Tensor
 
 from ...core.trace import StepTrace
-
-NONE = -1
+from ...core.tree import NONE, KeptNode, KeptTree
 
 
 @dataclass(slots=True)
-class Node:
-    """One token that may be part of the text."""
+class Node(KeptNode):
+    """One token that may be part of the text; it has a row once it has entered the pipeline."""
 
-    parent: int  # its number; `NONE`: it was the root when it was added
-    token: int
-    place: int  # of the token in the text
     score: float = 0.0  # log of the chance of its path, up to a number that all nodes share
     source: int = NONE  # its number in the source's tree
-    row: int = NONE  # of its K/V after the committed text; `NONE`: it has not entered the pipeline
     requested: bool = False  # whether children were requested
     mark: int = 0  # of the drafter that proposed it
 
@@ -63,7 +58,7 @@ class Offer:
     mark: int = 0  # of the drafter that proposes it
 
 
-class InFlightTree:
+class InFlightTree(KeptTree[Node]):
     """One request's tree.
 
     Args:
@@ -72,19 +67,11 @@ class InFlightTree:
     """
 
     def __init__(self, token: int, place: int) -> None:
+        super().__init__()
         self.version = 0
         self.rows = 0  # that have entered and are left
-        self.nodes: dict[int, Node] = {}
         self.spare: list[Offer] = []  # that levels had no room for
-        self._fresh = 0
-        self._children: dict[tuple[int, int], int] = {}  # parent and token -> node
-        self.root = self._add(Node(NONE, token, place))
-
-    def _add(self, node: Node) -> int:
-        number, self._fresh = self._fresh, self._fresh + 1
-        self.nodes[number] = node
-        self._children[node.parent, node.token] = number
-        return number
+        self.restart(Node(NONE, token, place))
 
     @property
     def place(self) -> int:
@@ -104,12 +91,13 @@ class InFlightTree:
         """
         numbers = []
         for offer in offers:
-            number = self._children.get((offer.parent, offer.token))
+            number = self.children.get((offer.parent, offer.token))
             if number is None:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
-                node = Node(offer.parent, offer.token, above.place + 1, score, offer.source, mark=offer.mark)
-                number = self._add(node)
+                shape = offer.parent, offer.token, above.place + 1
+                node = Node(*shape, score=score, source=offer.source, mark=offer.mark)
+                number = self.put(node)
             elif self.nodes[number].source == NONE != offer.source:  # a source that has lost it finds it again
                 self.nodes[number].source, self.nodes[number].requested = offer.source, False
             numbers.append(number)
@@ -137,7 +125,7 @@ class InFlightTree:
         """
         chosen = self.best(offers, width)
         used = {*map(id, chosen)}
-        older = [o for o in self.spare if o.parent in self.nodes and (o.parent, o.token) not in self._children]
+        older = [o for o in self.spare if o.parent in self.nodes and (o.parent, o.token) not in self.children]
         late = self.best(older, width - len(chosen))
         used.update(map(id, late))
         self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in used]
@@ -192,26 +180,18 @@ class InFlightTree:
             self.nodes[number].row, self.rows = self.rows, self.rows + 1
         return entering
 
-    def path(self, number: int) -> list[int]:
-        """Nodes from the root to this one, both included."""
-        numbers = []
-        while number != NONE:
-            numbers.append(number)
-            number = self.nodes[number].parent
-        return numbers[::-1]
-
     def visible(self, level: Sequence[int]) -> Tensor:
         """[rows of the level, rows that have entered] bool: ancestors, and itself."""
         mask = torch.zeros(len(level), self.rows, dtype=torch.bool)
         for row, number in enumerate(level):
-            mask[row, [self.nodes[above].row for above in self.path(number)]] = True
+            mask[row, [self.nodes[above].row for above in (self.root, *self.path(number))]] = True
         return mask
 
     # -- verdicts
 
     def number(self, parent: int, token: int) -> int:
         """Return the number of a node's child; `NONE`: it has none with this token."""
-        return self._children.get((parent, token), NONE)
+        return self.children.get((parent, token), NONE)
 
     def child(self, token: int) -> Node | None:
         """Return the root's child with this token."""
@@ -256,21 +236,10 @@ class InFlightTree:
         child = self.number(self.root, token)
         self.version += 1
         if child == NONE:
-            self.nodes, self._children, self.rows, self.spare = {}, {}, 0, []
-            self.root = self._add(Node(NONE, token, old.place + 1))
+            self.restart(Node(NONE, token, old.place + 1))
+            self.rows, self.spare = 0, []
             return Cut(self.version, token, False, frozenset(), (0,))
-        below = {child}
-        for number, node in self.nodes.items():  # parents have lower numbers than their children
-            if node.parent in below:
-                below.add(number)
-        self.nodes = {number: node for number, node in self.nodes.items() if number in below}
-        self.nodes[child].parent = NONE
-        self.root = child
-        self._children = {(node.parent, node.token): number for number, node in self.nodes.items()}
-        entered = sorted((node for node in self.nodes.values() if node.row != NONE), key=lambda node: node.row)
-        rows = 0, *(node.row for node in entered)
-        for row, node in enumerate(entered):
-            node.row = row
-        self.rows = len(entered)
-        root = self.nodes[child]
-        return Cut(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
+        self.reroot(child)
+        rows = self.pack_rows()
+        self.rows = len(rows)
+        return Cut(self.version, token, self.nodes[child].row != NONE, frozenset(self.nodes), (0, *rows))

@@ -262,7 +262,6 @@ class PipelineRound:
         cache.reserve(len(level))
         first = cache.enter()
         places = [flight.nodes[number].place for number in level]
-        behind = sorted((n for n in flight.nodes.values() if n.row >= 0), key=lambda node: node.row)
         prefix, stop = cache.committed, first + len(level)
         return StageRows(
             running.request,
@@ -274,7 +273,7 @@ class PipelineRound:
             stop,
             prefix,
             flight.visible(level),
-            [node.place for node in behind],
+            [node.place for node in flight.computed()],
             running.sequence.application,
         )
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from ...core.sequence import Sequence
 from ...draft.base import StepFeatures
 from ...draft.network_sessions import ObservingSessions
-from ...draft.sessions import ROOT
 from ...draft.text_sessions import DraftCache, Expansion
 from ...kv.pool import KVPool
 from ...kv.ring import RingCache
@@ -48,7 +47,7 @@ class RingSession(DraftCache):
 
     def uncomputed(self, ends: abc.Iterable[int]) -> list[int]:
         """Return the nodes to run for the logits of the wanted ones, parents first."""
-        rows = {n for end in ends for n in (ROOT, *self.path(end)) if n == end or n not in self.states}
+        rows = {n for end in ends for n in (self.root, *self.path(end)) if n == end or n not in self.states}
         return sorted(rows)
 
 
@@ -81,7 +80,7 @@ class SpireSessions(ObservingSessions):
     def _begin(self, view: Sequence) -> RingSession:
         ring, *more = (self.ring.open() for _ in range(1 + self._more))
         slots = [slot for other in more for slot in range(other * self.ring.size, (other + 1) * self.ring.size)]
-        return RingSession(view=view, text_length=len(view.tokens), ring=ring, more=more, slots=slots)
+        return RingSession(view=view, ring=ring, more=more, slots=slots)
 
     def _free(self, session: RingSession) -> None:
         for ring in (session.ring, *session.more):
@@ -149,9 +148,11 @@ class SpireSessions(ObservingSessions):
 
     def _prepare(self, session: RingSession, nodes: abc.Sequence[int]) -> Expansion | None:
         room = self.network.decoder.config.max_position - len(session.view.tokens)
-        expandable = [node for node in nodes if session.depth(node) <= room]
+        expandable = [node for node in nodes if len(session.path(node)) <= room]
         computed = session.uncomputed(expandable)
-        fits = len({*computed, *session.states} - {ROOT}) < len(session.slots)  # the root may hold a node's slot
+        fits = len({*computed, *session.states} - {session.root}) < len(
+            session.slots
+        )  # the root may hold a node's slot
         able = expandable and fits and self._asked(session) and self.ready(session.view)
         return Expansion(session, expandable, computed) if able else None
 
@@ -160,10 +161,10 @@ class SpireSessions(ObservingSessions):
         logits: dict[tuple[int, int], Tensor] = {}
         unfinished = [(one.session, node) for one in parts for node in one.computed]
         while unfinished:
-            level = [(s, n) for s, n in unfinished if n == ROOT or s.nodes[n].parent in s.states]
+            level = [(s, n) for s, n in unfinished if n == s.root or s.nodes[n].parent in s.states]
             packer, places, slots = RowPacker(self.network.decoder, self.network.decoder.device), [], []
             for session, node in level:
-                places.append(len(session.view.tokens) - 1 + session.depth(node))
+                places.append(session.nodes[node].place)
                 self._pack_row(packer, session, node, places[-1])
             logits_of, memory = self.network.run(packer, self.ring)
             for (session, node), row in zip(level, logits_of, strict=True):
@@ -178,7 +179,7 @@ class SpireSessions(ObservingSessions):
         """Return the slot that a node's memory has or gets."""
         if node in session.states:
             return int(session.states[node])
-        if node == ROOT:
+        if node == session.root:
             return self.ring.slot(session.ring, len(session.view.tokens) - 1)
         in_use = {*session.states.values()}
         return next(slot for slot in session.slots if slot not in in_use)
@@ -186,11 +187,11 @@ class SpireSessions(ObservingSessions):
     def _pack_row(self, packer: RowPacker, session: RingSession, node: int, position: int) -> None:
         """Append a node's row, which sees sinks, and a window of strictly earlier tokens."""
         ring, device = self.ring, self.network.decoder.device
-        path = [] if node == ROOT else [ROOT, *session.path(node)[:-1]]
+        path = [session.root, *session.path(node)][:-1]
         drafted = {len(session.view.tokens) - 1 + depth: session.states[above] for depth, above in enumerate(path)}
         sinks = min(ring.view.sinks, position)
         seen = [*range(sinks), *range(max(sinks, session.start, position - ring.view.window), position)]
         slots = [drafted[j] if j in drafted else ring.slot(session.ring, j) for j in seen]
-        token = session.view.tokens[-1] if node == ROOT else session.nodes[node].token
+        token = session.nodes[node].token
         where, keys = (torch.tensor(x, device=device) for x in ([ring.unseen(session.ring)], slots))
         packer.add([token], [position], where, keys, len(slots), len(slots))
