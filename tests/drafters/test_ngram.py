@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from kits.draft import requested
-from kits.native import needs_kernels
 
-from paceline import kernels
 from paceline.core.sequence import Sequence
 from paceline.draft.ngram import NgramConfig, NgramDrafter
 from paceline.draft.registry import DrafterContext
@@ -46,36 +43,3 @@ def test_chain_is_the_latest_continuation_of_the_longest_match(tokens, low, more
     wanted = periodic(tokens, found[0], min(6, budget, max_depth)) if found else []
     assert proposal.tokens == wanted
     assert proposal.parents == list(range(len(wanted)))
-
-
-def bound(**options) -> tuple[NgramDrafter, NgramDrafter]:
-    """A drafter that looks up in compiled code, and one that does not."""
-    assert kernels.library() is not None
-    fast, slow = drafter(**options), drafter(**options)
-    fast.bind(None, 8, 1000, "cpu")  # type: ignore[arg-type]  # it reads none of them
-    assert fast._texts is not None and slow._texts is None
-    return fast, slow
-
-
-@needs_kernels
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 3), texts), min_size=1, max_size=30), st.integers(1, 3), st.integers(0, 4),
-    st.integers(1, 9),
-)  # fmt: skip
-def test_compiled_look_ups_are_those_of_the_long_way(more, shortest, wider, depth):
-    """Several texts at once, growing from call to call by any number of tokens; node for node, score for score."""
-    fast, slow = bound(min_ngram=shortest, max_ngram=shortest + wider, depth=depth)
-    views = [view([key], key) for key in range(4)]
-    met = 0
-    for key, tokens in more:
-        views[key].tokens.extend(tokens)
-        rows = [(v, 1 + (len(v.tokens) + key) % 5, depth - (len(tokens) + v.key) % 4) for v in views]
-        found, wanted = fast.draft(requested(rows)), slow.draft(requested(rows))
-        assert found == wanted
-        met += sum(map(len, found))
-    assert met or len(more) < 20
-    fast.release([0, 7])
-    views[0] = view([5, 6, 5], 0)  # nothing of the old text is left
-    anew = drafter(min_ngram=shortest, max_ngram=shortest + wider, depth=depth)
-    assert fast.draft(requested([(views[0], 4, 4)])) == anew.draft(requested([(views[0], 4, 4)]))

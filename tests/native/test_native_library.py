@@ -88,7 +88,7 @@ def test_the_functions_are_found(cache: Path):
     found: Any = load()[0]
     assert found.pl_packed_size.argtypes == [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     assert found.pl_packed_size.restype is ctypes.c_int64 and found.pl_pack.restype is None
-    assert found.pl_recall.argtypes[-1] is ctypes.c_double and found.pl_ngrams_new.restype is ctypes.c_void_p
+    assert found.pl_recall.argtypes[-1] is ctypes.c_double and found.pl_suffixes_new.restype is ctypes.c_void_p
 
 
 @pytest.mark.parametrize(

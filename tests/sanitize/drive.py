@@ -43,7 +43,7 @@ from paceline.kernels.drafts import (
     write_keys,
 )
 from paceline.kernels.linear import NativeLinear, top
-from paceline.kernels.lookup import NgramTexts, SuffixTexts
+from paceline.kernels.lookup import SuffixTexts
 from paceline.kernels.memory import Arena
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
@@ -475,19 +475,16 @@ def refusals(decoder: Decoder) -> None:
 def look_ups(draw: random.Random) -> None:
     """Growing texts."""
     texts: list[list[int]] = [[] for _ in range(4)]
-    found = NgramTexts(1, draw.randint(1, 5), 8)
     suffixes = SuffixTexts(1, draw.randint(1, 9), draw.choice([0.5, 4.0]), 0.1, draw.choice([0, 40, 400]))
     for _ in range(60):
         for text in texts:
             text += draw.choices(range(3), k=draw.choice([1, 1, 2, 9]))
         asked = [(key, texts[key], draw.randint(1, 7)) for key in draw.sample(range(4), draw.randint(1, 4))]
-        found.draft(asked)
         suffixes.draft([(key, texts[key], depth, 1 + depth % 3) for key, _, depth in asked])
+        suffixes.followers(key := draw.randint(0, 3), texts[key], draw.choices(range(3), k=draw.randint(0, 4)), 3)
         if draw.random() < 0.2:
-            key = draw.randint(0, 3)
             suffixes.drop(key)
             suffixes.remember(texts[key])
-        found.drop(draw.randint(0, 40))  # of few of them nothing is known any more
 
 
 def quant_of(kind: str) -> Any:

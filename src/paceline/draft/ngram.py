@@ -11,20 +11,13 @@ import math
 from collections import abc
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .. import kernels
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
-from ..kernels.lookup import NgramTexts
-from .base import DrafterSpec, DraftRequest
+from .base import DrafterSpec
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..model.decoder import TargetInfo
 
 LONGEST = 32  # matched tokens beyond which lengths are not distinguished
 _LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
@@ -94,25 +87,6 @@ class NgramDrafter(LookUp):
         self.config = config
         self.spec = DrafterSpec(name=config.kind, default_budget=config.depth, observes=False, ahead=True)
         self._indices: dict[int, NgramIndex] = {}
-        self._texts: NgramTexts | None = None  # in their place, where chains are looked up by compiled code
-
-    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Look up in compiled code, where the target runs on it."""
-        config = self.config
-        super().bind(target, max_sequences, pool_tokens, device)
-        if kernels.in_use() is not None:
-            self._texts = NgramTexts(config.min_ngram, config.max_ngram, LONGEST)
-
-    def draft(self, want: DraftRequest) -> list[TokenTree]:
-        """`draft_one` for all, in one compiled call where there is one."""
-        texts, most = self._texts, self.config.depth
-        if texts is None:
-            return super().draft(want)
-        depths = [min(most, max_depth, budget) for _, budget, max_depth in want.rows()]
-        rows = zip(want.sequences, depths, strict=True)
-        requested = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
-        drafts = iter(texts.draft(requested) if requested else ())
-        return [_proposal(*next(drafts), depth) if depth > 0 else TokenTree() for depth in depths]
 
     def draft_one(self, seq: Sequence, budget: int, max_depth: int) -> TokenTree:
         """Return a chain."""
@@ -144,8 +118,6 @@ class NgramDrafter(LookUp):
         """Forget these sequences."""
         for key in keys:
             self._indices.pop(key, None)
-            if self._texts is not None:
-                self._texts.drop(key)
 
     def _index(self, seq: Sequence) -> NgramIndex:
         index = self._indices.get(seq.key)

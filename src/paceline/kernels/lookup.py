@@ -1,68 +1,13 @@
-"""Look-ups in token ids by compiled code: n-grams and suffixes of growing texts."""
+"""Look-ups in token ids by compiled code: suffixes of growing texts."""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from . import library
-
-
-class NgramTexts:
-    """Growing texts, and where their n-grams occurred before; one call looks up any number of them.
-
-    Args:
-        shortest, longest: tokens of an n-gram.
-        most: tokens beyond which the length of a match is not distinguished.
-
-    Raises:
-        RuntimeError: nothing is compiled here (`kernels.library` is None), or these are not lengths.
-    """
-
-    def __init__(self, shortest: int, longest: int, most: int) -> None:
-        compiled = library()
-        if compiled is None or not 1 <= shortest <= longest:
-            raise RuntimeError(f"n-grams of {shortest} to {longest} tokens in compiled code")
-        self._library, self._lengths, self._most = compiled, (shortest, longest), most
-        self._texts: dict[int, _Text] = {}
-
-    def draft(self, texts: Sequence[tuple[int, list[int], int]]) -> list[tuple[int, list[int]]]:
-        """Continue each text as its last tokens were continued before.
-
-        Args:
-            texts: key, tokens (which only grow from call to call), and tokens to draft, one or more.
-
-        Returns:
-            For each how many tokens match, and the tokens that follow the match; (0, []) where nothing matches.
-
-        Raises:
-            ValueError: nothing to draft for one of them.
-        """
-        numbers, fresh, total = [len(texts), self._most], list[int](), 0
-        for key, tokens, depth in texts:
-            text = self._texts.get(key)
-            if text is None:
-                handle = self._library.pl_ngrams_new(*self._lengths)
-                text = self._texts[key] = _Text(handle, self._library.pl_ngrams_free)
-            before, text.known = text.known, len(tokens)
-            numbers += (text.handle, text.known - before, depth)
-            fresh += tokens[before:]
-            total += 1 + depth
-        packed, out = array("q", numbers + fresh), array("q", bytes(8 * max(1, total)))
-        if self._library.pl_ngrams(packed.buffer_info()[0], out.buffer_info()[0]):
-            raise ValueError("look-ups of no token")
-        drafts, at, results = [], 0, out.tolist()
-        for _, _, depth in texts:
-            end = at + 1 + depth
-            drafts.append((results[at], results[at + 1 : end]) if results[at] else (0, []))
-            at = end
-        return drafts
-
-    def drop(self, key: int) -> None:
-        """Forget a text."""
-        self._texts.pop(key, None)
 
 
 class _Text:
@@ -120,18 +65,12 @@ class SuffixTexts:
         Raises:
             ValueError: nothing to draft for one of them.
         """
-        numbers = [len(texts), self._shortest, len(self._ended)]
-        for number, runs in self._ended:
-            numbers += (number, runs.handle)
+        numbers = [len(texts), self._shortest, len(self._ended), *self._earlier()]
         fresh, total, places = list[int](), 0, []
         for key, tokens, nodes, depth in texts:
-            text = self._texts.get(key)
-            if text is None:
-                out = self._library.pl_suffix_text_new(self._longest)
-                text = self._texts[key] = _Text(out, self._library.pl_suffix_text_free)
-            first, text.known = text.known, len(tokens)
-            numbers += (text.handle, text.known - first, nodes, depth)
-            fresh += tokens[first:]
+            handle, new = self._take(key, tokens)
+            numbers += (handle, len(new), nodes, depth)
+            fresh += new
             places.append(total)
             total += max(0, min(nodes, depth))
         packed, scores = array("q", numbers + fresh), array("d", bytes(8 * max(1, total)))
@@ -145,6 +84,34 @@ class SuffixTexts:
             size = out[start]
             drafts.append((out[start + 1], out[start + 2 : start + 2 + size].tolist(), scores[at : at + size].tolist()))
         return drafts
+
+    def followers(self, key: int, tokens: list[int], path: Sequence[int], width: int) -> tuple[int, dict[int, float]]:
+        """Look up what follows a text, whose new tokens are taken in, and a path of tokens after it, which are not.
+
+        Returns:
+            How many tokens match, and the share of each of the ``width`` most frequent followers, in falling order.
+        """
+        handle, new = self._take(key, tokens)
+        numbers = [self._shortest, width, len(self._ended), *self._earlier(), handle, len(new), len(path), *new, *path]
+        packed, out, shares = array("q", numbers), array("q", bytes(8 * (2 + width))), array("d", bytes(8 * width))
+        places = (each.buffer_info()[0] for each in (out, shares))
+        if self._library.pl_suffix_followers(packed.buffer_info()[0], self._limits[1], *places):
+            raise ValueError("look-ups of no token")
+        return out[1], dict(zip(out[2 : 2 + out[0]], shares, strict=False))
+
+    def _earlier(self) -> Iterator[int]:
+        """Return the number and the address of each automaton of ended texts."""
+        for number, runs in self._ended:
+            yield from (number, runs.handle)
+
+    def _take(self, key: int, tokens: list[int]) -> tuple[int, list[int]]:
+        """Return a running text's address, and its tokens that are new."""
+        text = self._texts.get(key)
+        if text is None:
+            handle = self._library.pl_suffix_text_new(self._longest)
+            text = self._texts[key] = _Text(handle, self._library.pl_suffix_text_free)
+        first, text.known = text.known, len(tokens)
+        return text.handle, tokens[first:]
 
     def drop(self, key: int) -> None:
         """Forget a running text."""

@@ -1,65 +1,16 @@
-// N-grams and suffixes of texts: drafts from token ids alone.
+// Suffixes of texts: drafts from token ids alone.
+//
+// The automaton is that of Blumer et al. (1985). A state stands for runs that occur at exactly the same places: the
+// longest has length[state] tokens, the shortest length[link[state]] + 1. State 0 is the empty run, which is not counted.
+// Once the last `most` tokens were seen before, the text is continued from that shorter run in place of the whole of
+// it: runs beyond `most` + 1 are then incomplete, shorter ones stay exact, and the chain of links that every append
+// walks has at most `most` + 1 states.
 
 #pragma once
 
 namespace {
 
-// Where each n-gram of a growing text was last seen, as the position that follows it: `NgramIndex` of
-// draft/ngram.py.
-struct NgramText {
-  struct Hash {
-    const NgramText* text;
-    int64_t n;
-    size_t operator()(int64_t follower) const {
-      uint64_t sum = 0;
-      for (int64_t i = follower - n; i < follower; i++)
-        sum = (sum ^ (uint64_t)text->tokens[i]) * 0x9e3779b97f4a7c15u, sum ^= sum >> 29;
-      return sum;
-    }
-  };
-  struct Same {
-    const NgramText* text;
-    int64_t n;
-    bool operator()(int64_t a, int64_t b) const {
-      return std::equal(text->tokens.begin() + (a - n), text->tokens.begin() + a, text->tokens.begin() + (b - n));
-    }
-  };
-  using Places = std::unordered_map<int64_t, int64_t, Hash, Same>;  // by the end of an n-gram's first occurrence
-
-  int64_t shortest, longest, indexed = 1;
-  std::vector<int64_t> tokens;
-  std::vector<Places> latest;  // by n, from the longest on
-
-  NgramText(int64_t shortest, int64_t longest) : shortest(shortest), longest(longest) {
-    for (int64_t n = longest; n >= shortest; n--) latest.emplace_back(16, Hash{this, n}, Same{this, n});
-  }
-
-  void extend(const int64_t* more, int64_t count) {
-    tokens.insert(tokens.end(), more, more + count);
-    const int64_t end = tokens.size();
-    for (; indexed < end; indexed++)
-      for (int64_t n = std::min(longest, indexed); n >= shortest; n--) latest[longest - n][indexed] = indexed;
-  }
-
-  // The last occurrence of the longest n-gram that ends the text, and how many tokens in front of it are alike, `most`
-  // at most; 0: there is none.
-  int64_t find(int64_t most, int64_t& follower) const {
-    const int64_t end = tokens.size();
-    for (int64_t n = std::min(longest, end); n >= shortest; n--) {
-      const auto found = latest[longest - n].find(end);
-      if (found == latest[longest - n].end()) continue;
-      follower = found->second;
-      for (const int64_t limit = std::min(most, follower);
-           n < limit && tokens[follower - 1 - n] == tokens[end - 1 - n];)
-        n++;
-      return n;
-    }
-    return 0;
-  }
-};
-
-// All runs of up to `most` + 1 tokens of some texts, and how often each occurs: `SuffixAutomaton` of
-// draft/suffix.py, step by step.
+// All runs of up to `most` + 1 tokens of some texts, and how often each occurs.
 struct Suffixes {
   struct Edge {
     int64_t token;
@@ -212,43 +163,24 @@ struct SuffixText {
     for (; match.seen < end; match.seen++) runs.follow(state, match.matched, tokens[match.seen]);
     match.state = state, match.size = runs.size;
   }
+
+  // Find the last tokens in `count` automata, each given by its number and its address.
+  void match(const int64_t* automata, int64_t count) {
+    std::vector<Match> now;
+    for (int64_t i = 0; i < count; i++) {
+      Match match{(const Suffixes*)automata[2 * i + 1], automata[2 * i]};
+      for (const auto& known : shared)
+        if (known.number == match.number) match = known;
+      catch_up(match);
+      now.push_back(match);
+    }
+    shared.swap(now);
+  }
 };
 
 }  // namespace
 
 extern "C" {
-
-// An empty text whose n-grams of `shortest` .. `longest` tokens are looked up; null where these are no lengths.
-void* pl_ngrams_new(int64_t shortest, int64_t longest) {
-  return shortest < 1 || longest < shortest ? nullptr : new NgramText(shortest, longest);
-}
-
-void pl_ngrams_free(void* text) { delete (NgramText*)text; }
-
-// Prompt lookup for several texts. All numbers come in one list:
-//     texts, tokens beyond which a match is not told apart
-//     for each text: its address, tokens that are new, tokens to draft
-//     the new tokens of all
-// out: for each text how long its match is (0: there is none), and the tokens drafted. Returns a `Refusal`.
-int pl_ngrams(const int64_t* list, int64_t* out) {
-  const int64_t count = list[0], most = list[1];
-  const int64_t *of_text = list + 2, *fresh = of_text + 3 * count;
-  for (int64_t i = 0; i < count; i++, of_text += 3) {
-    const int64_t depth = of_text[2];
-    if (!of_text[0] || of_text[1] < 0 || depth < 1) return BAD_COUNT;
-    NgramText& text = *(NgramText*)of_text[0];
-    text.extend(fresh, of_text[1]);
-    fresh += of_text[1];
-    const int64_t end = text.tokens.size();
-    int64_t from = 0;
-    *out = text.find(most, from);
-    if (*out++)
-      for (int64_t d = 0; d < depth; d++)
-        out[d] = from + d < end ? text.tokens[from + d] : out[d - (end - from)];  // it repeats
-    out += depth;
-  }
-  return DONE;
-}
 
 // The runs of texts, `most` + 1 tokens and less; null where that is no length. See `Suffixes`.
 void* pl_suffixes_new(int64_t most) { return most < 1 ? nullptr : new Suffixes(most); }
@@ -289,15 +221,7 @@ int pl_suffixes(const int64_t* list, const double* limits, int64_t* out, double*
     SuffixText& text = *(SuffixText*)of_text[0];
     text.extend(fresh, of_text[1]);
     fresh += of_text[1];
-    std::vector<SuffixText::Match> now;
-    for (int64_t s = 0; s < shared; s++) {
-      SuffixText::Match match{(const Suffixes*)of_shared[2 * s + 1], of_shared[2 * s]};
-      for (const auto& known : text.shared)
-        if (known.number == match.number) match = known;
-      text.catch_up(match);
-      now.push_back(match);
-    }
-    text.shared.swap(now);
+    text.match(of_shared, shared);
     double best_score = 0;
     int64_t best_matched = 0;
     best.clear(), logs.clear();
@@ -334,6 +258,39 @@ int pl_suffixes(const int64_t* list, const double* limits, int64_t* out, double*
   return DONE;
 }
 
-// The honest chances of the nodes of several trees, and these in falling order. All numbers come in one list:
+// What follows the longest suffix of one text and a path of drafted tokens after it, which is not taken in:
+//     tokens of a match at least, tokens wanted, automata of earlier texts; for each of these: its number, its address
+//     the text's address, tokens that are new, tokens of the path; these tokens
+// least: share of a follower below which it is left out.
+// out: how many follow, the matched tokens, and the followers, likeliest first, of equals the smallest; shares of each.
+int pl_suffix_followers(const int64_t* list, double least_share, int64_t* out, double* shares) {
+  const int64_t least = list[0], width = list[1], automata = list[2];
+  const int64_t *of_text = list + 3 + 2 * automata, *fresh = of_text + 3, *path = fresh + of_text[1];
+  if (least < 1 || width < 1 || automata < 0 || !of_text[0] || of_text[1] < 0 || of_text[2] < 0) return BAD_COUNT;
+  SuffixText& text = *(SuffixText*)of_text[0];
+  text.extend(fresh, of_text[1]);
+  text.match(list + 3, automata);
+  std::vector<std::pair<double, int64_t>> best, now;  // -share and token
+  int64_t longest = least - 1;
+  for (int64_t s = -1; s < automata; s++) {
+    const Suffixes& runs = s < 0 ? text.own : *text.shared[s].runs;
+    int32_t state = s < 0 ? text.state : text.shared[s].state;
+    int64_t matched = s < 0 ? text.matched : text.shared[s].matched, total = 0;
+    for (int64_t i = 0; i < of_text[2]; i++) runs.follow(state, matched, path[i]);
+    runs.continued(state, matched);
+    if (matched <= longest) continue;
+    for (int32_t e = runs.first[state]; e >= 0; e = runs.edges[e].next) total += runs.count[runs.edges[e].target];
+    now.clear();
+    for (int32_t e = runs.first[state]; e >= 0; e = runs.edges[e].next) {
+      const double share = (double)runs.count[runs.edges[e].target] / (double)total;
+      if (share >= least_share) now.emplace_back(-share, runs.edges[e].token);
+    }
+    if (!now.empty()) longest = matched, best.swap(now);
+  }
+  std::sort(best.begin(), best.end());
+  out[0] = std::min<int64_t>(width, best.size()), out[1] = longest;
+  for (int64_t i = 0; i < out[0]; i++) out[2 + i] = best[i].second, shares[i] = -best[i].first;
+  return DONE;
+}
 
 }  // extern "C"
