@@ -68,35 +68,11 @@ def parse(*args: str) -> dict[str, Any]:
 
 class TestOptions:
     def test_every_type_is_read(self) -> None:
-        given = parse(
-            *[
-                "--model",
-                "m",
-                "--own",
-                "4",
-                "--count",
-                "7",
-                "--size",
-                "1GiB",
-                "--fast",
-                "--mode",
-                "processed",
-                "--limit",
-                "none",
-            ],
-            *("--stop", "a", "--stop", "b", "--ids", "1", "--ids", "2", "--bias", "7=-2.5", "--bias", "8=1"),
-        )
+        flags = "--model m --own 4 --count 7 --size 1GiB --fast --mode processed --limit none"
+        given = parse(*f"{flags} --stop a --stop b --ids 1 --ids 2 --bias 7=-2.5 --bias 8=1".split())
         assert given == {
-            "own": 4,
-            "model": "m",
-            "count": 7,
-            "size": "1GiB",
-            "fast": True,
-            "limit": None,
-            "mode": "processed",
-            "stop": ["a", "b"],
-            "ids": [1, 2],
-            "bias": {7: -2.5, 8: 1.0},
+            **{"own": 4, "model": "m", "count": 7, "size": "1GiB", "fast": True, "limit": None, "mode": "processed"},
+            **{"stop": ["a", "b"], "ids": [1, 2], "bias": {7: -2.5, 8: 1.0}},
         }
 
     @pytest.mark.parametrize(
@@ -163,13 +139,17 @@ class TestCommands:
         assert result.exit_code == 0
         assert all(name in result.output for name in COMMANDS)
 
-    def test_listing_the_commands_loads_no_torch(self) -> None:
-        code = (
-            "import sys\nfrom paceline.cli import app\n"
-            "try: app(['--help'])\nexcept SystemExit as stop: assert stop.code == 0\n"
-            "assert 'torch' not in sys.modules"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "from paceline.cli import app; app(['--help'], standalone_mode=False)",
+            "from paceline.cli import load; load('serve')",
+            "from paceline.draft import registry; registry.names()",
+        ],
+    )
+    def test_what_needs_no_torch_does_not_load_it(self, code: str) -> None:
+        command = [sys.executable, "-c", f"{code}; import sys; sys.exit('torch' in sys.modules)"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
 
     def test_models(self, run: Any) -> None:
         result = run("models")

@@ -74,6 +74,22 @@ def test_an_aborted_request_leaves_nothing(kind: str) -> None:
     same(llm.generate(PROMPTS, rules), reference(rules))
 
 
+@pytest.mark.parametrize("drafter", ["suffix", "hybrid:suffix;depth=6+draft_model;depth=6"])
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind != "fused"])
+def test_after_forgetting_nothing_of_an_earlier_answer_is_found(kind: str, drafter: str) -> None:
+    llm = drafting(kind, drafter=drafter, budget=None)
+
+    def answered() -> tuple[list[int], int, int]:
+        output = llm.generate(PROMPTS[0], params())[0]
+        return output.outputs[0].token_ids, output.stats.accepted, output.stats.cached_prompt_tokens
+
+    first = answered()
+    llm.forget()
+    assert answered() == first and first[2] == 0
+    again = answered()
+    assert again[0] == first[0] and again[1] > first[1] and again[2] > 0  # without forgetting it copies itself
+
+
 @pytest.mark.parametrize("kind", ROUNDS)
 def test_what_cannot_be_is_refused_by_name(kind: str) -> None:
     with pytest.raises(ConfigError, match="nosuch"):

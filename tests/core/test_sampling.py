@@ -262,18 +262,23 @@ class TestParams:
             {"logprobs": -1},
             {"logprobs_mode": "cooked"},
             {"echo": None},
+            {"temperature": 10**300},
+            {"temperature": 1e39},
+            {"min_tokens": 2**64, "max_tokens": None},
+            {"min_tokens": 10**5000, "max_tokens": None},
+            {"repetition_penalty": 10**300},
+            {"logit_bias": {5: 1e39}},
+            {"logit_bias": {2**70: 1.0}},
+            {"n": 1025},
+            {"stop_token_ids": [10**5000]},
         ],
-        ids=str,
+        ids=lambda bad: next(iter(bad)),
     )
     def test_out_of_range_is_refused_by_name(self, bad):
         name = next(iter(bad))
         with pytest.raises(ConfigError, match=name) as caught:
             SamplingParams(**bad)
-        assert caught.value.remedy
-
-    def test_edges_are_allowed(self):
-        SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1.0, presence_penalty=-2, max_tokens=None, seed=-(2**70))
-        SamplingParams(temperature=1e-4, min_tokens=16, logprobs=0, stop=["a"], stop_token_ids=[], logit_bias={})
+        assert caught.value.remedy and len(str(caught.value)) < 400
 
     @pytest.mark.parametrize(
         "bad", [{"logit_bias": {23: 1.0}}, {"stop_token_ids": [23]}, {"logprobs": 24}, {"prompt_logprobs": 24}], ids=str

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.draft import paths, proposals, text, view, want
-from kits.tiny import LOOKUP, MODEL, assemble, hybrid, run, tiny_config, tiny_decoder
+from kits.tiny import hybrid, tiny_decoder
 
 from paceline.core.errors import ConfigError
-from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.draft.hybrid import Hybrid, HybridConfig
 
 SUFFIX, DRAFT = 0, 1
-SHAPES: dict[str, dict[str, Any]] = {
-    "chains": {"parts": f"{LOOKUP}+{MODEL}"},
-    "trees": {"parts": f"{LOOKUP}+{MODEL};topk=3;nodes=9", "nodes": 9},
-}
 REPEATED = text(12) * 3 + text(12)[:5]
 
 
@@ -70,14 +64,3 @@ def test_merged_trees_keep_the_best_and_say_whose_it_is(first: TokenTree, second
         given_ = own[path] - (own[path[:-1]] if len(path) > 1 else 0.0)
         assert math.isclose(score - above, given_, abs_tol=1e-9)
     assert paths(first) == ours and paths(second) == theirs  # both untouched
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_short_draft_context_leaves_the_look_up(shape: str) -> None:
-    """Where the draft model's context ends, the look-up goes on, and the answer is the plain one."""
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    requests = [(REPEATED, params), (text(7), params)]
-    engine = assemble(hybrid(target={"config": tiny_config(max_position=48)}, noise=0.0, **SHAPES[shape]))
-    outputs = run(engine, requests)
-    assert engine.round.failure is None  # type: ignore[attr-defined]
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in run(assemble(), requests)]

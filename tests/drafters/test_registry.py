@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -141,9 +140,3 @@ def test_a_builtin_name_cannot_be_taken_over(installed):
     rows = [r for r in describe() if r.name == "ngram"]
     assert [r.error is None for r in rows] == [True, False]
     assert "another drafter has the name" in (rows[1].error or "")
-
-
-def test_names_cost_no_import_of_torch():
-    code = "import sys; from paceline.draft import registry; registry.names(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kits import tiny
 from kits.budget_world import HARD, LOOKUP, NETWORK, RIGHT, STEP_COSTS, WRONG, Sequence, World, run
 from kits.tiny import assemble
 
@@ -19,6 +20,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.draft.base import DrafterSpec
+from paceline.draft.ngram import NgramConfig
 from paceline.engine.auto import FIRST_ROWS, SHARE, AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, parse_budget
 from paceline.engine.chances import Chances, History
@@ -41,14 +43,7 @@ def gain(world: World, batch: int, steps: int, cap: int = 8) -> float:
 
 @pytest.mark.parametrize(
     ("value", "wanted"),
-    [
-        (None, AUTO),
-        ("auto", AUTO),
-        (" AUTO ", AUTO),
-        (0, 0),
-        (8, 8),
-        ("8", 8),
-    ],
+    [(None, AUTO), ("auto", AUTO), (" AUTO ", AUTO), (0, 0), (8, 8), ("8", 8)],
 )
 def test_forms(value: Any, wanted: Any) -> None:
     found = parse_budget(value)
@@ -62,10 +57,6 @@ def test_forms(value: Any, wanted: Any) -> None:
 def test_bad_input_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError):
         parse_budget(value)
-
-
-def test_a_fixed_budget_explains_itself() -> None:
-    assert FixedBudget(3).explain() == "fixed at 3" and FixedBudget(0).explain() == "the draft budget is 0"
 
 
 points = st.lists(st.floats(0.1, 100), min_size=1, max_size=8).map(
@@ -324,27 +315,13 @@ def test_the_cap_is_kept_and_checked() -> None:
 
 def test_ids_do_not_depend_on_the_automatic_budget() -> None:
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8], [1, 2, 3, 4]]
-    plain = _answers(assemble(), prompts)
-    engine = assemble(_ngram())
+    jobs = [(p, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)) for p in prompts]
+    plain, engine = tiny.run(assemble(), jobs), assemble(NgramConfig(depth=4))
     engine.budget = engine.scheduler.budget = AutoBudget(TABLE, cap=4)
-    drafted = _answers(engine, prompts)
+    drafted = tiny.run(engine, jobs)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
     assert sum(o.stats.drafted for o in drafted) > 0
     assert not engine.budget._histories  # ended sequences are forgotten
-
-
-def _ngram() -> Any:
-    from paceline.draft.ngram import NgramConfig
-
-    return NgramConfig(depth=4)
-
-
-def _answers(engine: Any, prompts: list[list[int]]) -> list[Any]:
-    from kits.tiny import run as answer
-
-    from paceline import SamplingParams
-
-    return answer(engine, [(p, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)) for p in prompts])
 
 
 def _step(

@@ -143,11 +143,16 @@ def write(
             writer.add_tensor(f"blk.{layer}.{norm}.weight", rng.random(WIDTH, dtype=np.float32) + 0.5)
         for stem, (rows, width) in SHAPES.items():
             add(f"blk.{layer}.{stem}.weight", rows, width)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what a writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def as_folder(path: Path, folder: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from kits.gguf_files import write
+from kits.gguf_files import finish, write
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.weights.gguf import read_gguf
@@ -125,10 +125,7 @@ def test_parts_are_one_model(plain: Path, tmp_path: Path) -> None:
         read_gguf(second)
     writer = gguf.GGUFWriter(second, "llama")
     writer.add_tensor("more.weight", np.ones(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     for part in (first, second):
         model = read_gguf(part)
         assert model.path == first and "more.weight" in model.tensors and "output_norm.weight" in model.tensors
@@ -149,10 +146,7 @@ def test_parts_that_contradict_their_names_are_refused(changed: dict[str, Any], 
     writer.add_uint16("split.no", 1)
     writer.add_uint16("split.count", 2)
     writer.add_tensor("more.weight", np.ones(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     said = {"split.no": 0, "split.count": 2, "split.tensors.count": 21}
     assert len(read_gguf(write(first, changed=said)).tensors) == 21
     with pytest.raises(ConfigError, match=words):

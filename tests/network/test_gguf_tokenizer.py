@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits import weights
+from kits.gguf_files import finish
 from transformers import TokenizersBackend
 
 from paceline.core.errors import ConfigError
@@ -46,10 +47,7 @@ def write(path: Path, metadata: dict[str, Any]) -> GGUF:
         add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
         add[type(value)](f"tokenizer.{key}", value)
     writer.add_tensor("x", np.ones(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return read_gguf(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
 import subprocess
@@ -212,19 +211,3 @@ def test_the_command_writes_the_zoos_head_and_says_how_it_is_served(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert '"num_speculative_tokens": 4' in done.stdout, done.stderr
     same(load_head(zoo.find("paceline-small-eagle")), load_head(tmp_path / "out"))
-
-
-@pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-def test_vllm_serves_the_zoos_head_with_its_own_ids(tmp_path: Path) -> None:
-    import vllm
-
-    export("vllm", zoo.find("paceline-small-eagle"), tmp_path / "out")
-    shape = {"model": str(zoo.find("paceline-small")), "max_model_len": 256, "dtype": "float32"}
-    asked = vllm.SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    spec = {"method": "eagle", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
-    ids = [
-        vllm.LLM(**shape, **more).generate([{"prompt_token_ids": [5, 6, 7, 8]}], asked)[0].outputs[0].token_ids
-        for more in ({}, {"speculative_config": spec})
-    ]
-    assert ids[0] == ids[1]

@@ -182,9 +182,15 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
         piped(draft_model(proposes="sampled", target={"config": CONFIG}), 4)
     with pytest.raises(ConfigError, match="9 stages: the target has 8 layers"):
         piped(None, 9)
-    for bad in ("stages=0", "width=0", "children=0"):
+    for bad in ("width=0", "children=0", "rows=0", "texts=0", "layers=5x7", "layers=5x0x7", "layers=a"):
         with pytest.raises(ConfigError, match=bad.split("=")[0]):
-            parse_round(f"pipeline,{bad}")
+            parse_round(f"pipeline,stages=3,{bad}")
+    with pytest.raises(ConfigError, match="stages"):
+        parse_round("pipeline,stages=0")
+    named: Any = parse_round("pipeline,stages=3,layers=5x4x3")
+    assert named.bounds(12) == [0, 5, 9, 12]
+    with pytest.raises(ConfigError, match="12 layers, and the target has 8"):
+        named.bounds(8)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
