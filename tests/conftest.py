@@ -51,6 +51,14 @@ def no_folder_of_the_user_is_found(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(autouse=True, scope="session")
+def small_pools() -> Iterator[None]:
+    """A K/V pool that nobody gave a size has 64 MiB: half a gigabyte for each of hundreds of engines is a machine's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.api.assembly.memory.DEFAULT_KV_BYTES", 2**26)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def what_is_frozen_stays_frozen() -> Iterator[None]:
     """A run of the benchmark unfreezes in the end: every later collection would look at all that was ever imported."""
     frozen = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
