@@ -64,7 +64,8 @@ def live_server(
         start_s: for which it is waited for.
     """
     port = free_port()
-    command = [sys.executable, "-m", "paceline", "serve", "paceline-small", "--port", str(port), "--threads", "1"]
+    command = [sys.executable, "-m", "paceline", "serve", "paceline-small", "--port", str(port)]
+    command += ["--threads", "1", "--kv-memory", "64MiB"]
     with log.open("wb") if log else nullcontext() as errors:
         process = subprocess.Popen([*command, *options], env=os.environ | (environment or {}), stderr=errors)
     server = LiveServer(process, f"http://127.0.0.1:{port}")

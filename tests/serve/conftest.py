@@ -1,4 +1,4 @@
-"""Servers that suites share: one with its model's own template, and one with a template for tools."""
+"""The server that suites share, with a template for tools, its clients, and the same model without a server."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import openai
 import pytest
 from kits.server import LiveServer, live_server
 
-OPTIONS = (
-    "--drafter",
-    "hybrid:grammar+prediction+ngram",
-    "--budget",
-    "4",
-)  # an automatic budget would depend on the time that steps take
+from paceline import LLM
+from paceline.serve.config import ServeConfig
+
+TEMPLATE = "hermes"
+DRAFTER = "hybrid:grammar+prediction+ngram"
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    with live_server(*OPTIONS) as made:
+    """An automatic budget would depend on the time that steps take."""
+    with live_server("--chat-template", TEMPLATE, "--drafter", DRAFTER, "--budget", "4") as made:
         yield made
 
 
@@ -28,11 +28,7 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="session")
-def hermes() -> Iterator[LiveServer]:
-    with live_server("--chat-template", "hermes", *OPTIONS) as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
-def hermes_client(hermes: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0)
+def offline() -> LLM:
+    made = LLM("paceline-small", threads=1)
+    made.tokenizer.chat_template = ServeConfig(chat_template=TEMPLATE).template()
+    return made

@@ -124,21 +124,21 @@ ENDPOINTS = {
 }  # fmt: skip
 
 
-def ask(hermes: LiveServer, path: str, tokens: int = 24, **fields: Any) -> Read:
+def ask(server: LiveServer, path: str, tokens: int = 24, **fields: Any) -> Read:
     endpoint = ENDPOINTS[path]
     body = {**endpoint.body, endpoint.limit: tokens, "temperature": 0, **fields}
-    answer = httpx.post(hermes.url + path, json=body, timeout=60)
+    answer = httpx.post(server.url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return endpoint.whole(answer.json())
 
 
-def stream(hermes: LiveServer, path: str, tokens: int = 24, **fields: Any) -> tuple[Read, int]:
+def stream(server: LiveServer, path: str, tokens: int = 24, **fields: Any) -> tuple[Read, int]:
     """Return the answer that a stream makes, and the number of its events."""
     endpoint = ENDPOINTS[path]
     body = {**endpoint.body, endpoint.limit: tokens, "temperature": 0, "stream": True, **fields}
     if endpoint.joined is join_chunks:
         body["stream_options"] = {"include_usage": True}
-    with httpx.stream("POST", hermes.url + path, json=body, timeout=60) as answer:
+    with httpx.stream("POST", server.url + path, json=body, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert (lines[-1] == "[DONE]") is (endpoint.joined is join_chunks)
@@ -147,29 +147,29 @@ def stream(hermes: LiveServer, path: str, tokens: int = 24, **fields: Any) -> tu
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_whole_and_streamed_answers_are_the_same_with_and_without_drafts(hermes: LiveServer, path: str) -> None:
-    whole, (streamed, events), plain = ask(hermes, path), stream(hermes, path), ask(hermes, path, speculation=False)
+def test_whole_and_streamed_answers_are_the_same_with_and_without_drafts(server: LiveServer, path: str) -> None:
+    whole, (streamed, events), plain = ask(server, path), stream(server, path), ask(server, path, speculation=False)
     assert whole.text and whole[:3] == streamed[:3] == plain[:3] and events > 5
     assert whole.whole["stats"]["drafted"] > 0 == plain.whole["stats"]["drafted"]
     if path != "/v1/completions":
-        assert whole[:3] == ask(hermes, "/v1/chat/completions")[:3]
+        assert whole[:3] == ask(server, "/v1/chat/completions")[:3]
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_what_was_drafted_is_told_whole_and_streamed(hermes: LiveServer, path: str) -> None:
+def test_what_was_drafted_is_told_whole_and_streamed(server: LiveServer, path: str) -> None:
     wish = {"speculation": {"provenance": True, "trace": True}}
-    for found in (ask(hermes, path, **wish), stream(hermes, path, **wish)[0]):
+    for found in (ask(server, path, **wish), stream(server, path, **wish)[0]):
         assert len(found.choice["provenance"]) == found.tokens
         assert sum(step["emitted"] for step in found.choice["trace"]) == found.tokens
         assert found.whole["stats"]["drafted"] >= found.whole["stats"]["accepted"] > 0
-    plain = ask(hermes, path)
+    plain = ask(server, path)
     assert not {"provenance", "trace"} & {*plain.choice}
 
 
 @pytest.mark.parametrize("path", [path for path, endpoint in ENDPOINTS.items() if endpoint.tools])
-def test_calls_are_valid_and_the_same_whole_and_streamed(hermes: LiveServer, path: str) -> None:
+def test_calls_are_valid_and_the_same_whole_and_streamed(server: LiveServer, path: str) -> None:
     tools = ENDPOINTS[path].tools or {}
-    whole, (streamed, _) = ask(hermes, path, 160, **tools), stream(hermes, path, 160, **tools)
+    whole, (streamed, _) = ask(server, path, 160, **tools), stream(server, path, 160, **tools)
     assert whole.calls and whole[:3] == streamed[:3]
     name, arguments = whole.calls[0]
     assert name == "weather"
@@ -179,10 +179,10 @@ def test_calls_are_valid_and_the_same_whole_and_streamed(hermes: LiveServer, pat
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize(("fields", "status"), [({"frog": 1}, 400), ({"model": "frog"}, 404)])
 def test_errors_have_the_form_of_the_api_and_name_what_is_wrong(
-    hermes: LiveServer, path: str, fields: dict[str, Any], status: int
+    server: LiveServer, path: str, fields: dict[str, Any], status: int
 ) -> None:
     endpoint = ENDPOINTS[path]
-    found = httpx.post(hermes.url + path, json={**endpoint.body, endpoint.limit: 2, **fields})
+    found = httpx.post(server.url + path, json={**endpoint.body, endpoint.limit: 2, **fields})
     said = found.json()
     assert found.status_code == status and "frog" in said["error"]["message"]
     assert {*said["error"]} == ({"type", "message"} if path == "/v1/messages" else {"message", "type", "param", "code"})

@@ -24,8 +24,8 @@ TOOLS: list[Any] = [{"name": "weather", "description": "of a city", "input_schem
 
 
 @pytest.fixture(scope="module")
-def client(hermes: LiveServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=hermes.url, api_key="none", max_retries=0)
+def client(server: LiveServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
 def test_the_client_reads_text_whole_and_streamed_and_counts_the_same_tokens(client: anthropic.Anthropic) -> None:
@@ -147,9 +147,9 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_errors_have_anthropic_s_form(hermes: LiveServer, case: str) -> None:
+def test_errors_have_anthropic_s_form(server: LiveServer, case: str) -> None:
     body, status, words = WRONG[case]
-    found = httpx.post(f"{hermes.url}/v1/messages", json=body, headers={"x-api-key": "sesame"})
+    found = httpx.post(f"{server.url}/v1/messages", json=body, headers={"x-api-key": "sesame"})
     said = found.json()
     assert found.status_code == status and said["type"] == "error" and words in said["error"]["message"], said
     assert said["error"]["type"] in ("invalid_request_error", "not_found_error")

@@ -76,3 +76,9 @@ def test_whatever_is_sent_is_answered_in_form(server: LiveServer, monkeypatch: p
     paths = {name.split()[1] for name in found.statuses}
     assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/tokenize"} <= paths
     assert {200, 400, 415} <= set().union(*found.statuses.values())
+
+
+def test_a_model_without_a_template_for_tools_says_so(server: LiveServer) -> None:
+    body = {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "now"}}], "max_tokens": 2}
+    found = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert found.status_code == 400 and "--chat-template" in found.json()["error"]["message"]

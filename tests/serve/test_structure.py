@@ -24,7 +24,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema"
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_schema_holds_whole_and_streamed_and_ids_are_the_offline_ones(
-    client: openai.OpenAI, temperature: float
+    client: openai.OpenAI, offline: LLM, temperature: float
 ) -> None:
     same: dict[str, Any] = {"model": MODEL, "messages": ASK, "seed": 4, "temperature": temperature}
     found = client.chat.completions.create(
@@ -44,9 +44,9 @@ def test_a_schema_holds_whole_and_streamed_and_ids_are_the_offline_ones(
     params = SamplingParams(
         seed=4, temperature=temperature, max_tokens=80, grammar=Grammar("json_schema", json.dumps(SCHEMA))
     )
-    [offline] = LLM(MODEL, threads=1).chat(ASK, params)
+    [expected] = offline.chat(ASK, params)
     assert choice.model_extra is not None
-    assert choice.model_extra["token_ids"] == offline.outputs[0].token_ids
+    assert choice.model_extra["token_ids"] == expected.outputs[0].token_ids
 
 
 def test_the_client_reads_its_own_type(client: openai.OpenAI) -> None:
@@ -93,6 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ignore_eos": ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
     "a template's argument": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs='tools'"),
     "no variable": ({"chat_template_kwargs": {"enable_thinking": False}}, "='enable_thinking': it is not a variable"),
+    "more than a client may ask": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "a search": ({"web_search_options": {}}, "'web_search_options' is not supported"),
     "functions": ({"functions": [{"name": "f"}]}, "unknown field: functions"),
     "an image": ({"prediction": {"type": "content", "content": [{"type": "image", "text": "a"}]}}, "prediction"),
@@ -130,9 +131,8 @@ def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
     assert client.completions.create(**same, prompt="It", best_of=1, suffix=None).choices[0].text
 
 
-def test_a_chat_is_drawn_as_in_the_terminal_where_nothing_says_how(client: openai.OpenAI) -> None:
-    llm = LLM(MODEL, threads=1)
-    [expected] = llm.chat(ASK, llm.default_sampling_params(seed=3, max_tokens=40))
+def test_a_chat_is_drawn_as_in_the_terminal_where_nothing_says_how(client: openai.OpenAI, offline: LLM) -> None:
+    [expected] = offline.chat(ASK, offline.default_sampling_params(seed=3, max_tokens=40))
     found = client.chat.completions.create(
         model=MODEL, messages=ASK, seed=3, max_tokens=40, extra_body={"return_token_ids": True}
     )
@@ -143,9 +143,3 @@ def test_a_chat_is_drawn_as_in_the_terminal_where_nothing_says_how(client: opena
 def test_a_request_names_itself(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=2, extra_body={"request_id": "mine"})
     assert found.id == "chatcmpl-mine"
-
-
-def test_a_model_without_a_template_for_tools_says_so(server: LiveServer) -> None:
-    body = {"messages": ASK, "tools": [{"type": "function", "function": {"name": "now"}}], "max_tokens": 2}
-    found = httpx.post(f"{server.url}/v1/chat/completions", json=body)
-    assert found.status_code == 400 and "--chat-template" in found.json()["error"]["message"]

@@ -30,10 +30,10 @@ TOOLS: list[Any] = [
 SCHEMAS = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
 
 
-def streamed(hermes_client: openai.OpenAI, **fields: Any) -> tuple[str | None, list[tuple[str, str]], str | None]:
+def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str | None, list[tuple[str, str]], str | None]:
     """Content, calls and finish reason of a stream."""
     content, calls, ids, reason = "", list[list[str]](), list[str](), None
-    for chunk in hermes_client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, stream=True, **fields):
+    for chunk in client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, stream=True, **fields):
         [choice] = chunk.choices
         content += choice.delta.content or ""
         for call in choice.delta.tool_calls or []:
@@ -49,11 +49,11 @@ def streamed(hermes_client: openai.OpenAI, **fields: Any) -> tuple[str | None, l
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_that_must_be_are_valid_whole_and_streamed(hermes_client: openai.OpenAI, choice: Any) -> None:
+def test_calls_that_must_be_are_valid_whole_and_streamed(client: openai.OpenAI, choice: Any) -> None:
     for seed in range(2):
         same: dict[str, Any] = {"seed": seed, "temperature": float(seed), "max_tokens": 120, "tool_choice": choice}
         same["parallel_tool_calls"] = False
-        found = hermes_client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, **same).choices[0]
+        found = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, **same).choices[0]
         assert found.message.tool_calls is not None and found.message.content is None
         [call] = found.message.tool_calls
         assert call.type == "function"
@@ -62,17 +62,17 @@ def test_calls_that_must_be_are_valid_whole_and_streamed(hermes_client: openai.O
         assert call.function.name == "weather" or not named
         assert found.finish_reason == ("stop" if named else "tool_calls")
         expected = [(call.function.name, call.function.arguments)]
-        assert streamed(hermes_client, **same) == (None, expected, found.finish_reason)
-        alone = hermes_client.chat.completions.create(
+        assert streamed(client, **same) == (None, expected, found.finish_reason)
+        alone = client.chat.completions.create(
             model=MODEL, messages=ASK, tools=TOOLS, **same, extra_body={"speculation": False}
         )
         [other] = alone.choices[0].message.tool_calls or []
         assert other.type == "function" and other.function == call.function
 
 
-def test_several_calls(hermes_client: openai.OpenAI) -> None:
+def test_several_calls(client: openai.OpenAI) -> None:
     """A bias against the end makes more than one."""
-    found = hermes_client.chat.completions.create(
+    found = client.chat.completions.create(
         model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required", seed=1, max_tokens=200,
         logit_bias={"1": -100, "2": -100},
     )  # fmt: skip
@@ -83,7 +83,7 @@ def test_several_calls(hermes_client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-def test_the_template_is_told_of_tools_and_of_calls(hermes_client: openai.OpenAI) -> None:
+def test_the_template_is_told_of_tools_and_of_calls(client: openai.OpenAI) -> None:
     said: list[Any] = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [
@@ -92,7 +92,7 @@ def test_the_template_is_told_of_tools_and_of_calls(hermes_client: openai.OpenAI
     ]  # fmt: skip
 
     def tokens(**fields: Any) -> int:
-        found = hermes_client.chat.completions.create(model=MODEL, max_tokens=1, **fields)
+        found = client.chat.completions.create(model=MODEL, max_tokens=1, **fields)
         assert found.usage is not None
         return found.usage.prompt_tokens
 
@@ -101,13 +101,13 @@ def test_the_template_is_told_of_tools_and_of_calls(hermes_client: openai.OpenAI
     assert tokens(messages=said, tools=TOOLS) > tokens(messages=ASK, tools=TOOLS) + 10
 
 
-def test_a_call_whose_closing_tag_is_cut_leaves_no_content(hermes_client: openai.OpenAI) -> None:
+def test_a_call_whose_closing_tag_is_cut_leaves_no_content(client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": TOOLS, "temperature": 0}
     same["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
-    whole = hermes_client.chat.completions.create(**same, max_tokens=120)
+    whole = client.chat.completions.create(**same, max_tokens=120)
     assert whole.usage is not None and whole.choices[0].finish_reason == "stop"
     for fewer in range(1, 8):
-        cut = hermes_client.chat.completions.create(**same, max_tokens=whole.usage.completion_tokens - fewer).choices[0]
+        cut = client.chat.completions.create(**same, max_tokens=whole.usage.completion_tokens - fewer).choices[0]
         assert (cut.finish_reason, cut.message.content) == ("length", None)
         assert cut.message.tool_calls
 
@@ -145,9 +145,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_meant_is_a_400_in_words(hermes: LiveServer, case: str) -> None:
+def test_what_cannot_be_meant_is_a_400_in_words(server: LiveServer, case: str) -> None:
     fields, words = WRONG[case]
-    found = httpx.post(f"{hermes.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, **fields})
+    found = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 4, **fields})
     assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
 
 
