@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -161,6 +162,10 @@ class Text:
         self.pool.commit([(self.cache, range(rows))])
         return logits
 
+    def rewind(self, length: int) -> None:
+        """Forget all K and V after the first ``length`` tokens."""
+        self.cache.committed = self.cache.front = length
+
     def in_passes_of(self, width: int) -> Tensor:
         """[tokens left, V] logits of all that is left."""
         parts = []
@@ -180,6 +185,19 @@ def blank_pool(decoder: Decoder) -> KVPool:
 @torch.inference_mode()
 def forward(decoder: Decoder, packer: RowPacker, pool: KVPool) -> Tensor:
     return decoder.logits(decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool))
+
+
+@torch.inference_mode()
+def read_in_passes(decoder: Decoder, ends: Sequence[int]) -> list[Tensor]:
+    """Logits of a prompt of eleven tokens, in passes that end at these, and the likeliest tokens by ranks alike."""
+    pool, ids, found = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), [*range(7, 40, 3)], []
+    for first, last in pairwise([0, *ends]):
+        packer, places = RowPacker(decoder, decoder.device), (slice(first, last), slice(0, last))
+        packer.add(ids[first:last], range(first, last), *places, num_keys=last, prefix=first)
+        state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
+        found.append(decoder.read(state.hidden))
+        assert torch.equal(decoder.best(state.hidden), found[-1].max(-1).indices)
+    return found
 
 
 def whole(decoder: Decoder, tokens: Sequence[int], width: int = 10**6) -> Tensor:

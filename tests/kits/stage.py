@@ -1,4 +1,4 @@
-"""The tiny target in stages that are elsewhere: in threads, or in processes of their own."""
+"""The tiny target in stages that are elsewhere, in threads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import zmq
 from kit.ticks import watch_ticks
 
-from kits.tiny import TOY_TEXTS, tiny_config, tiny_weights
+from kits import ranks
+from kits.tiny import TOY_TEXTS, tiny_config
 from paceline.engine.base import RoundParts
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.kv.store import KVStore
-from paceline.model.attention import make_backend
 from paceline.model.decoder import Decoder
 from paceline.model.stages import Stage, even_cuts
 from paceline.papers.specpipe.config import PipelineConfig
@@ -34,36 +34,16 @@ LAYERS, TOKENS = 8, 512
 CONFIG = tiny_config(num_layers=LAYERS)
 
 
-def part(start: int, stop: int, words: bool, dtype: torch.dtype = torch.float64, compiled: bool = False) -> Decoder:
-    """Layers of the tiny target alone, with the weights that they have in it."""
-    attention = make_backend(dtype)
-    shape: dict[str, Any] = {"dtype": dtype, "native": compiled}
-    whole = tiny_weights(Decoder(CONFIG, attention, dtype=dtype))
-    made = Decoder(CONFIG.part(start, stop, words), attention, **shape)
-    for name, parameter in made.named_parameters():
-        head, _, rest = name.partition(".")
-        if head == "layers":
-            index, _, rest = rest.partition(".")
-            parameter.data.copy_(whole[f"layers.{int(index) + start}.{rest}"].data)
-        elif words:
-            parameter.data.copy_(whole[name].data)
-        else:
-            parameter.data.zero_()
-    return made.finish()
+def part(start: int, stop: int, dtype: str = "float64", compiled: bool = False) -> Decoder:
+    """Layers of the tiny target alone, with the weights that they have in it; the last ones with embedding and head."""
+    return ranks.made(None, CONFIG, (start, stop), dtype, compiled)
 
 
 def made(start: int, stop: int, slots: int, dtype: str = "float64", compiled: bool = False) -> StageService:
     """A service with a stage of the tiny target."""
-    kind: torch.dtype = getattr(torch, dtype)
-    decoder = part(start, stop, False, kind, compiled)
-    store = KVStore(*decoder.cache_shape, slots, kind, decoder.device)
+    decoder = part(start, stop, dtype, compiled)
+    store = KVStore(*decoder.cache_shape, slots, decoder.dtype, decoder.device)
     return StageService(Stage(decoder, 0, stop - start, store), Facts(weights="tiny", dtype=dtype))
-
-
-def service(device: str, **given: Any) -> StageService:
-    """What a worker makes."""
-    torch.set_num_threads(1)
-    return made(**given)
 
 
 class Stand:
@@ -158,15 +138,14 @@ def engine_over(
 
 
 def over_threads(
-    stages: int, drafter: Any, dtype: torch.dtype = torch.float64, compiled: bool = False, **parts: Any
+    stages: int, drafter: Any, dtype: str = "float64", compiled: bool = False, **parts: Any
 ) -> tuple[Engine, StageWorkers, list[Tick]]:
     """The same with a thread a stage."""
     *others, own = split(stages)
-    decoder = part(*own, True, dtype, compiled)
+    decoder = part(*own, dtype, compiled)
     sizes = {name: parts.pop(name) for name in ("tokens", "block_size") if name in parts}
     pool = pool_of(decoder, **sizes)
-    slots, kind = pool.tensors.all_k.shape[2], str(dtype).removeprefix("torch.")
-    given: dict[str, Any] = {"slots": slots, "dtype": kind, "compiled": compiled}
+    given = {"slots": pool.tensors.all_k.shape[2], "dtype": dtype, "compiled": compiled}
     host = parts.get("host", "")
     stands = [Stand(f"stage {i}", partial(made, a, b, **given), host=host) for i, (a, b) in enumerate(others)]
     return engine_over(stands, drafter, decoder, pool, **parts)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kits.native import Text, forward
 from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.draft.draft_model import DraftModel, DraftModelConfig
 from paceline.draft.ngram import NgramConfig
-from paceline.kv.pool import KVPool, SequenceCache
+from paceline.kv.pool import KVPool
 from paceline.model import linear
 from paceline.model.attention import make_backend
 from paceline.model.decoder import Decoder
@@ -87,47 +88,6 @@ def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
     return torch.randint(8, vocab_size, (count,), generator=generator).tolist()
 
 
-class Text:
-    """One text whose K/V grows pass by pass, in a pool of its own."""
-
-    def __init__(self, decoder: Decoder, tokens: Sequence[int], block_size: int = 16) -> None:
-        self.decoder, self.tokens = decoder, list(tokens)
-        self.pool = KVPool(*decoder.cache_shape, 1024, decoder.dtype, decoder.device, block_size)
-        self.cache = self.pool.open()
-
-    def advance(self, rows: int) -> Tensor:
-        """[rows, V] logits of the next ``rows`` tokens, in one pass."""
-        first = self.cache.committed
-        self.cache.reserve(rows)
-        packer = RowPacker(self.decoder, self.decoder.device)
-        _add_chain(packer, self.cache, self.tokens, rows)
-        logits = _forward(self.decoder, packer, self.pool)
-        self.pool.commit([(self.cache, range(rows))])
-        assert self.cache.committed == first + rows
-        return logits
-
-    def rewind(self, length: int) -> None:
-        """Forget all K/V behind the first ``length`` tokens."""
-        self.cache.committed = self.cache.front = length
-
-
-def _add_chain(packer: RowPacker, cache: SequenceCache, tokens: Sequence[int], rows: int) -> None:
-    first, stop = cache.committed, cache.committed + rows
-    packer.add(
-        tokens[first:stop],
-        range(first, stop),
-        slots=cache.slots(first, stop),
-        keys=cache.slots(0, stop),
-        num_keys=stop,
-        prefix=first,
-    )
-
-
-@torch.inference_mode()
-def _forward(decoder: Decoder, packer: RowPacker, pool: KVPool) -> Tensor:
-    return decoder.logits(decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool))
-
-
 def _in_passes_of(text: Text, width: int) -> Tensor:
     """[WIDTHS, V]: the rows behind the prefix, at most ``width`` a pass."""
     text.rewind(PREFIX)
@@ -138,7 +98,8 @@ def _in_passes_of(text: Text, width: int) -> Tensor:
 @cache
 def _one_by_one(name: str, dtype: str, exact: bool = True) -> tuple[Text, Tensor]:
     decoder = model(name, dtype, exact)
-    text = Text(decoder, random_tokens(PREFIX + WIDTHS, decoder.config.vocab_size, seed=1))
+    pool = KVPool(*decoder.cache_shape, 1024, decoder.dtype, decoder.device)
+    text = Text(decoder, random_tokens(PREFIX + WIDTHS, decoder.config.vocab_size, seed=1), pool=pool)
     for _ in range(PREFIX):
         text.advance(1)
     return text, _in_passes_of(text, 1)
@@ -184,20 +145,17 @@ def test_company_and_scattered_blocks(name: str, dtype: str) -> None:
     room = 3 * (PREFIX + WIDTHS) + 48  # so little that the sequences must take what is left anywhere
     pool = KVPool(*decoder.cache_shape, room, decoder.dtype, decoder.device)
     others = [random_tokens(PREFIX + WIDTHS, shape.vocab_size, seed=s) for s in (2, 3)]
-    texts = [others[0], text.tokens, others[1]]
-    caches = [pool.open() for _ in texts]
+    texts = [Text(decoder, tokens, pool=pool) for tokens in (others[0], text.tokens, others[1])]
     rows = []
     scattered = False
     for done in range(0, PREFIX + WIDTHS, 5):  # growing in turns, the sequences take each other's next blocks
-        widths = [min(5, PREFIX + WIDTHS - done)] * 3
+        width = min(5, PREFIX + WIDTHS - done)
         packer = RowPacker(decoder, decoder.device)
-        for cache_, tokens, width in zip(caches, texts, widths, strict=True):
-            cache_.reserve(width)
-            _add_chain(packer, cache_, tokens, width)
-        logits = _forward(decoder, packer, pool)
-        rows.append(logits[widths[0] : 2 * widths[0]])
-        pool.commit([(c, range(w)) for c, w in zip(caches, widths, strict=True)])
-        scattered |= any(b != a + 1 for c in caches for a, b in zip(c.blocks, c.blocks[1:], strict=False))
+        for each in texts:
+            each.pack(packer, width)
+        rows.append(forward(decoder, packer, pool)[width : 2 * width])
+        pool.commit([(each.cache, range(width)) for each in texts])
+        scattered |= any(b != a + 1 for each in texts for a, b in pairwise(each.cache.blocks))
     assert scattered, "no block was out of line: the test tested nothing"
     assert torch.equal(torch.cat(rows)[PREFIX:], alone)
 
@@ -223,7 +181,7 @@ def test_branches_of_a_tree(name: str, dtype: str) -> None:
     stop = PREFIX + nodes
     slots, keys = text.cache.slots(PREFIX, stop), text.cache.slots(0, stop)
     packer.add(tokens, places, slots, keys, stop, PREFIX, visible, places)
-    logits = _forward(decoder, packer, text.pool)
+    logits = forward(decoder, packer, text.pool)
     assert torch.equal(logits[1::2], alone[:depth])
     assert _differing(logits[::2], alone[:depth]) == depth  # the other branch is another text
     text.pool.commit([(text.cache, range(1, nodes, 2))])  # and what is kept of it serves the rows that follow

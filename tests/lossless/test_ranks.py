@@ -9,6 +9,7 @@ import pytest
 import torch
 from grid import CONDITIONS, CONFIG, DRAFTERS, EOS_IDS, OPTIONS, PROMPTS, ROUNDS, Case, Witness, case, check
 from grid import target as one_process
+from kits.native import read_in_passes
 from kits.ranks import GEMMA, WIDE, ranked
 from kits.tiny import assemble, run, streams, tiny_adapters, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
@@ -16,10 +17,8 @@ from paceline import LLM
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
 from paceline.draft.suffix import SuffixConfig
-from paceline.kv.pool import KVPool
 from paceline.model.adapters import AdapterConfig
 from paceline.model.decoder import Decoder
-from paceline.model.packing import RowPacker
 
 NAMES = list(OPTIONS)
 SOME = ("greedy", "sampled", "truncated", "penalties_all", "logprobs_processed", "prompt_logprobs", "n_three", "mixed")
@@ -88,19 +87,6 @@ def line_of(decoder: Decoder) -> Any:
     return decoder.ranks.line
 
 
-def states(decoder: Decoder) -> list[torch.Tensor]:
-    """Logits of a prompt in two chunks and of a row behind it."""
-    pool, ids, found = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), [*range(7, 40, 3)], []
-    for first, last in ((0, 3), (3, 10), (10, 11)):
-        packer = RowPacker(decoder, decoder.device)
-        places = slice(first, last), slice(0, last)
-        packer.add(ids[first:last], range(first, last), *places, num_keys=last, prefix=first)
-        state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
-        found.append(decoder.read(state.hidden))
-        assert torch.equal(decoder.best(state.hidden), found[-1].max(-1).indices)
-    return found
-
-
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("shape", [WIDE, pytest.param(GEMMA, marks=pytest.mark.full)], ids=["llama", "gemma"])
 def test_exact_ranks_have_the_bits_of_one_process(count: int, shape: dict[str, Any]) -> None:
@@ -108,7 +94,7 @@ def test_exact_ranks_have_the_bits_of_one_process(count: int, shape: dict[str, A
     with torch.inference_mode(), ranked(count, shape, by_outputs=True, dtype="bfloat16", compiled=True) as decoder:
         whole = tiny_decoder(config, dtype=bf16, compiled=True)
         assert decoder.stack is not None and decoder.cache_shape[1] == max(1, 2 // count)
-        for own, expected in zip(states(decoder), states(whole), strict=True):
+        for own, expected in zip(*(read_in_passes(d, (3, 10, 11)) for d in (decoder, whole)), strict=True):
             assert torch.equal(own, expected) and expected.std() > 0
         params = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
         jobs = [(prompt, params) for prompt in PROMPTS[:4]]

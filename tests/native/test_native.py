@@ -411,7 +411,7 @@ def test_a_broken_key_shows(kind: str):
     kept = text.pool.k[0][:, 7].clone()
     text.pool.k[0][:, 7] = torch.nan
     assert text.advance(1).isnan().all()
-    text.cache.committed = text.cache.front = 50
+    text.rewind(50)
     text.pool.k[0][:, 7] = kept
     text.pool.k[1][:, 7] = torch.nan  # layer 1 sees the last 24 keys
     assert torch.equal(text.advance(1), alone[50:51])

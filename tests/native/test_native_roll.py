@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kits.draft import paths_of
+from kits.native import Text
 
 from paceline import kernels
 from paceline.api.llm import LLM
@@ -17,9 +18,8 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import DraftRequest
 from paceline.draft.draft_model import DraftModel
 from paceline.kernels.drafts import ChainStart, TreeStart, grow, roll
-from paceline.kv.pool import KVPool, SequenceCache
+from paceline.kv.pool import KVPool
 from paceline.model.decoder import Decoder
-from paceline.model.packing import RowPacker
 
 pytestmark = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 PROMPTS = ([5, 9, 200, 31, 77], [400, 12, 8], [1000, 1001, 1002, 1003, 1004, 1005, 1006])
@@ -35,40 +35,19 @@ def make_pool(decoder: Decoder) -> KVPool:
     return KVPool(*decoder.cache_shape, 512, decoder.dtype, decoder.device)
 
 
-@torch.inference_mode()
-def forward(decoder: Decoder, pool: KVPool, cache: SequenceCache, tokens: Sequence[int]) -> torch.Tensor:
-    """[rows, vocab] logits of ``tokens`` behind what is committed, which they then are."""
-    first = cache.committed
-    stop = first + len(tokens)
-    cache.reserve(len(tokens))
-    packer = RowPacker(decoder, decoder.device)
-    packer.add(
-        tokens,
-        range(first, stop),
-        slots=cache.slots(first, stop),
-        keys=cache.slots(0, stop),
-        num_keys=stop,
-        prefix=first,
-    )
-    state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
-    logits = decoder.logits(state)
-    pool.commit([(cache, range(len(tokens)))])
-    return logits
-
-
 def one_by_one(
     decoder: Decoder, prompt: Sequence[int], steps: int, limit: int, sampler: SequenceSampler | None = None
 ) -> list[tuple[int, float]]:
     """The chain behind the prompt: the first token, then one a pass."""
-    pool = make_pool(decoder)
-    cache = pool.open(expected=100)
-    logits = forward(decoder, pool, cache, prompt)[-1:, :limit]
+    text = Text(decoder, prompt, pool=make_pool(decoder))
+    logits = text.advance(len(prompt))[-1:, :limit]
     found = []
     for step in range(steps):
         scores = logits if sampler is None else sampler.scores(logits, None, [len(prompt) + step])
         best = scores.log_softmax(-1).max(-1)
         found.append((int(best.indices), float(best.values)))
-        logits = forward(decoder, pool, cache, [found[-1][0]])[-1:, :limit]
+        text.tokens.append(found[-1][0])
+        logits = text.advance(1)[:, :limit]
     return found
 
 
@@ -85,9 +64,10 @@ def rolled(
     pool = make_pool(decoder)
     chains = []
     for index, (prompt, count) in enumerate(zip(PROMPTS, steps, strict=True)):
-        cache = pool.open(expected=100)
+        text = Text(decoder, prompt, pool=pool)
         if index:
-            forward(decoder, pool, cache, prompt[:index])
+            text.advance(index)
+        cache = text.cache
         pending = prompt[index:]
         cache.reserve(len(pending) + count)
         keys = cache.slots(0, len(prompt) + count - 1)

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from kits.native import read_in_passes
 from kits.tiny import tiny_config
 from torch import Tensor
 
 from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.kv.pool import KVPool
 from paceline.model.attention import make_backend
 from paceline.model.decoder import Decoder
 from paceline.model.joins import RankMemory
-from paceline.model.packing import RowPacker
 from paceline.model.parallel import Ranks, Share
 from paceline.weights import loader, zoo
 from paceline.weights.loader import load_model
@@ -41,17 +40,8 @@ def load(folder: Path, rank: int, memory: RankMemory, by_outputs: bool = False, 
     return load_model(source, ranks=Ranks(share, joins), **how)
 
 
-@torch.inference_mode()
 def answer(decoder: Decoder) -> Tensor:
-    """Logits of a prompt, in two passes."""
-    pool, ids, found = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device), [*range(7, 40, 3)], []
-    for first, last in ((0, 7), (7, 11)):
-        packer, places = RowPacker(decoder, decoder.device), (slice(first, last), slice(0, last))
-        packer.add(ids[first:last], range(first, last), *places, num_keys=last, prefix=first)
-        state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
-        found.append(decoder.read(state.hidden))
-        assert torch.equal(decoder.best(state.hidden), found[-1].max(-1).indices)
-    return torch.cat(found)
+    return torch.cat(read_in_passes(decoder, (7, 11)))
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FEW else pytest.mark.full) for f in MAKERS])
