@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from kits.tiny import VOCAB, alone, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, alone, assemble, draft_model, random_prompts, run, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestOutput
@@ -27,12 +26,6 @@ WARM = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def target() -> Decoder:
     return tiny_decoder()
-
-
-def prompts(count: int, seed: int = 0, low: int = 3, high: int = 40) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(low, high + 1, (count,), generator=draw).tolist()
-    return [torch.randint(10, VOCAB, (size,), generator=draw).tolist() for size in sizes]
 
 
 def ids(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
@@ -64,7 +57,7 @@ def consistent(output: RequestOutput) -> None:
 
 
 def test_abort_in_flight_disturbs_nobody(target: Decoder):
-    jobs = [(prompt, WARM) for prompt in prompts(3)]
+    jobs = [(prompt, WARM) for prompt in random_prompts(3)]
     engine = assemble(draft_model(depth=3), decoder=target, max_sequences=2)
     order = [engine.submit(*job) for job in jobs]
     for _ in range(4):
@@ -197,7 +190,7 @@ def test_a_drafter_that_failed_comes_back(target: Decoder, monkeypatch: pytest.M
     monkeypatch.setattr("paceline.engine.drafting.REST_S", 0.02)
     guest = RaisesOnce()
     engine = assemble(guest, decoder=target)
-    jobs = [(prompt, WARM) for prompt in prompts(3)]
+    jobs = [(prompt, WARM) for prompt in random_prompts(3)]
     assert ids(run(engine, jobs)) == plain(target, jobs)
     assert len(guest.released) >= 3 + 1  # those that it failed on at once, beside all at their ends
     time.sleep(0.02)
@@ -236,7 +229,7 @@ FAILING = {
 @pytest.mark.parametrize("kind", FAILING, ids=lambda kind: kind.__name__)
 def test_a_drafter_that_fails_costs_no_request(target: Decoder, kind: type[Guest]):
     guest: Drafter = kind()
-    jobs = [(prompt, WARM) for prompt in prompts(3)]
+    jobs = [(prompt, WARM) for prompt in random_prompts(3)]
     engine = assemble(guest, decoder=target, kv_tokens=160)
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(target, jobs)
@@ -256,7 +249,7 @@ def test_a_drafter_that_fails_costs_no_request(target: Decoder, kind: type[Guest
 def test_every_sequence_is_released_when_it_ends_or_is_preempted(target: Decoder):
     guest = Guest()
     engine = assemble(guest, decoder=target, kv_tokens=160)
-    outputs = run(engine, [(prompt, GREEDY) for prompt in prompts(6)])
+    outputs = run(engine, [(prompt, GREEDY) for prompt in random_prompts(6)])
     preempted = sum(output.stats.preemptions for output in outputs)
     assert preempted > 0
     assert len(guest.released) == 6 + preempted and len(set(guest.released)) == 6

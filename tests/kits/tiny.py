@@ -413,6 +413,13 @@ def ids(outputs: Iterable[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def random_prompts(count: int, seed: int = 0, low: int = 3, high: int = 40) -> list[list[int]]:
+    """Prompts of random lengths, without the first ten ids."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(low, high + 1, (count,), generator=draw).tolist()
+    return [torch.randint(10, VOCAB, (size,), generator=draw).tolist() for size in sizes]
+
+
 _ALONE: dict[Any, Any] = {}
 
 

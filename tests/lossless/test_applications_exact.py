@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from kits.tiny import (
-    VOCAB,
     assemble,
     draft_model,
     hybrid,
+    random_prompts,
     run,
     tiny_adapters,
     tiny_application,
@@ -73,12 +73,6 @@ def merged(name: str | None) -> Decoder:
     return tiny_decoder(merged=trained(name).adapters if name else None)
 
 
-def prompts(count: int, seed: int = 0, low: int = 3, high: int = 40) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(low, high + 1, (count,), generator=draw).tolist()
-    return [torch.randint(10, VOCAB, (size,), generator=draw).tolist() for size in sizes]
-
-
 def ids(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
@@ -91,7 +85,7 @@ def plain(prompt: list[int], params: SamplingParams, name: str | None) -> Reques
 
 def jobs(count: int) -> tuple[list[tuple[list[int], SamplingParams]], list[str | None]]:
     """Requests that differ in prompt, parameters and application."""
-    asked = [(prompt, OPTIONS[i % 3]) for i, prompt in enumerate(prompts(count))]
+    asked = [(prompt, OPTIONS[i % 3]) for i, prompt in enumerate(random_prompts(count))]
     return asked, [NAMES[(i + i // 3) % 3] for i in range(count)]
 
 
@@ -107,7 +101,7 @@ def check(engine: Engine, count: int = 9) -> list[RequestOutput]:
 
 def test_adapters_change_the_answers() -> None:
     """Else nothing here would test anything."""
-    for prompt in prompts(4):
+    for prompt in random_prompts(4):
         for params in OPTIONS:
             answers = [plain(prompt, params, name).outputs[0].token_ids for name in NAMES]
             assert len({tuple(answer) for answer in answers}) == 3
@@ -135,7 +129,7 @@ def test_preemption_and_chunks_change_nothing(drafter: str) -> None:
 
 def test_samples_and_logprobs_are_the_applications_own() -> None:
     engine = assemble(NgramConfig(), decoder=target(), applications=applications())
-    asked = [(prompt, replace(WARM, n=3, logprobs=3, prompt_logprobs=2)) for prompt in prompts(3, low=18)]
+    asked = [(prompt, replace(WARM, n=3, logprobs=3, prompt_logprobs=2)) for prompt in random_prompts(3, low=18)]
     outputs = run(engine, asked, NAMES)
     for output, (prompt, params), name in zip(outputs, asked, NAMES, strict=True):
         expected = plain(prompt, params, name)
@@ -156,7 +150,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 def test_k_and_v_of_a_prompt_are_found_by_the_same_application_alone() -> None:
     engine = assemble(decoder=target(), applications=applications())
-    prompt = prompts(1, low=40)[0]
+    prompt = random_prompts(1, low=40)[0]
     seen: set[str | None] = set()
     for name in (*NAMES, *NAMES):
         output = run(engine, [(prompt, GREEDY)], [name])[0]
@@ -222,7 +216,7 @@ def streamed(prompt: tuple[int, ...], params_index: int, name: str | None) -> li
 def test_streams_adapters_and_the_base_in_one_pass(options: dict[str, Any]) -> None:
     count = 12
     engine = streaming(**options)
-    asked = [(prompt, OPTIONS[i % 3]) for i, prompt in enumerate(prompts(count))]
+    asked = [(prompt, OPTIONS[i % 3]) for i, prompt in enumerate(random_prompts(count))]
     names = [("fast", "sql", None, "faster")[i % 4] for i in range(count)]
     outputs = run(engine, asked, names)
     for i, (output, (prompt, _), name) in enumerate(zip(outputs, asked, names, strict=True)):
@@ -235,14 +229,14 @@ def test_streams_adapters_and_the_base_in_one_pass(options: dict[str, Any]) -> N
 def test_streams_change_the_answers_of_their_application() -> None:
     """Else the reference above would not notice main rows that forget their streams."""
     without = tiny_decoder(merged=fast().adapters)
-    prompt = prompts(1, low=30)[0]
+    prompt = random_prompts(1, low=30)[0]
     bare = ids(run(assemble(decoder=without), [(prompt, GREEDY)]))[0]
     assert streamed(tuple(prompt), 0, "fast") != bare
 
 
 def test_generated_rows_with_streams_are_not_found_as_a_prompt() -> None:
     engine = streaming()
-    prompt = prompts(1, low=40, high=40)[0]
+    prompt = random_prompts(1, low=40, high=40)[0]
     for name, found in (("fast", 32), ("sql", 48), (None, 48)):
         answer = run(engine, [(prompt, GREEDY)], [name])[0].outputs[0].token_ids
         longer = prompt + answer

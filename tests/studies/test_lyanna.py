@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
 from kits.stream_sets import MODEL
+from kits.studies import run
 from lyanna_parts.acceptance import FIRST_TAKEN, INFO_TAKEN, TRAINED
 from lyanna_parts.common import study
 
@@ -24,22 +25,13 @@ pytestmark = pytest.mark.timeout(300)
 SMALL = ("--model", MODEL, "--prompts", 2, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1, "--tasks", "sql")
 
 
-def run(*given: Any) -> int:
-    return study.run([*map(str, given)])
-
-
-def values(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / f"{name}.json").read_text("utf-8"))
-
-
 def test_table_1_comes_from_the_engine(tmp_path: Path) -> None:
     place = resolve_folder(MODEL)
     facts: dict[str, Any] = {"target": MODEL, "fingerprint": fingerprint(place), "rank": 4}
     mark = tokenizer_mark(load_tokenizer(place))
     shape = LyannaShape(layer=layer_json(read_config(place)), tokenizer=mark, **facts)
     LyannaModel.fresh(shape, torch.Generator().manual_seed(0)).save(tmp_path / "untrained")
-    assert run("table_1_shipped", "--lyanna", tmp_path / "untrained", *SMALL, "--out", tmp_path) == 0
-    made = values(tmp_path, "table_1_shipped")
+    made = run(study, tmp_path, "table_1_shipped", "--lyanna", tmp_path / "untrained", *SMALL)
     assert {*made["acceptance"]["sql"]} == {TRAINED, INFO_TAKEN, FIRST_TAKEN} and made["prompts"] == {"sql": 2}
     raw = json.loads((tmp_path / "table_1_shipped" / "report.json").read_text("utf-8"))
     assert {m["drafter"].partition(":")[0] for m in raw["methods"]} == {"none", "lyanna"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import micro
 import pytest
 from kits.native import needs_kernels
+from kits.studies import run
 
 from paceline.runtime.placement import cores
 
@@ -17,8 +17,7 @@ two_cores = pytest.mark.skipif(len(cores()) < 2, reason="two processes want a co
 @two_cores
 def test_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     before = cores()
-    assert micro.study.run(["hops", "--sizes", "64,5000", "--repeats", "5", "--out", str(tmp_path)]) == 0
-    costs = json.loads((tmp_path / "hops.json").read_text())["hops"]
+    costs = run(micro.study, tmp_path, "hops", "--sizes", "64,5000", "--repeats", 5)["hops"]
     assert [(c["wait"], c["size_bytes"]) for c in costs] == [(w, n) for w in ("busy", "idle") for n in (64, 5000)]
     assert all(0 < c["low_us"] <= c["median_us"] <= c["high_us"] for c in costs)
     assert "idle" in capsys.readouterr().out and cores() == before
@@ -26,8 +25,7 @@ def test_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 @needs_kernels
 def test_joins(tmp_path: Path):
-    assert micro.study.run(["joins", "--rows", "1,8", "--repeats", "2", "--out", str(tmp_path)]) == 0
-    costs = json.loads((tmp_path / "joins.json").read_text())["joins"]
+    costs = run(micro.study, tmp_path, "joins", "--rows", "1,8", "--repeats", 2)["joins"]
     ways = "shared memory", "gloo"
     assert [(c["way"], c["rows"]) for c in costs] == [(way, r) for r in (1, 8) for way in ways]
     assert all(0 < c["low_us"] <= c["median_us"] <= c["high_us"] for c in costs)
@@ -36,12 +34,11 @@ def test_joins(tmp_path: Path):
 @needs_kernels
 def test_the_parts_of_a_step_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafter = "streams:paceline-small-streams"
-    asked = ["--drafter", drafter, "--batch", "1,2", "--prompts", "3", "--threads", "1", "--out", str(tmp_path)]
-    assert micro.study.run(["parts", *asked]) == 0
+    asked = ("--drafter", drafter, "--batch", "1,2", "--prompts", 3, "--threads", 1)
+    made = run(micro.study, tmp_path, "parts", *asked)
     shown = capsys.readouterr().out
     for word in ("host, batch 1", "compiled, batch 2", "whole step", "emit"):
         assert word in shown
-    made = json.loads((tmp_path / "parts.json").read_text())
     assert [one["batch"] for one in made["steps"]] == [1, 2]
     for one in made["steps"]:
         assert one["drafter"] == drafter and one["steps"] > 20 and one["tokens"] >= one["batch"]

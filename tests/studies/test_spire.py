@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import spire
+from kits.studies import values
 
 pytest.importorskip("matplotlib")
-
-
-def values(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / f"{name}.json").read_text("utf-8"))
 
 
 def test_all_figures_hold_the_papers_numbers(tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import spire
-import torch
+from kits.studies import run
 from spire_parts.judged import NOISE, taus_of
 
 from paceline.papers.spire.recipe import SpireOptions, build
@@ -34,20 +33,10 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def run(out: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON of the one figure that is named first."""
-    threads = torch.get_num_threads()
-    try:
-        assert spire.study.run([*arguments, "--quick", "--out", str(out)]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    return json.loads((out / f"{arguments[0]}.json").read_text("utf-8"))
-
-
 def test_tau_from_the_engine(tmp_path: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spire_parts.accepted.CONTEXTS", (72,))
-    given = ("--vanilla", "paceline-small-draft", "--spire", str(drafts["spire"]))
-    found = run(tmp_path, "table_1", *given, "--prompts", "1", "--max-new-tokens", "6")
+    given = ("--vanilla", "paceline-small-draft", "--spire", drafts["spire"], "--prompts", 1, "--max-new-tokens", 6)
+    found = run(spire.study, tmp_path, "table_1", *given, "--quick")
     rows = found["tau"]["the target's domains"]
     assert {(row["context"], row["draft"]) for row in rows} == {(72, d) for d in ("vanilla", "MagicDec", "SPIRe")}
     kinds = ("T=1", NOISE, "greedy")
