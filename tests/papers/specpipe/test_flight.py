@@ -113,8 +113,7 @@ def test_trees_rows_and_late_stages_are_what_a_replay_finds(seed: int) -> None:
     for _ in range(60):
         rng.choices([world.extend, world.enter, world.say], [3, 4, 3])[0]()
         world.check()
-    hits = [verdict.hit for verdict in world.verdicts]
-    assert len(hits) > 3
+    assert len(world.verdicts) > 3
     for version, level, paths in world.frames:  # a stage that hears of some verdicts, in any order
         told = rng.sample(world.verdicts, rng.randint(0, len(world.verdicts)))
         stage = Survivors()
