@@ -543,25 +543,13 @@ def test_without_instructions_of_particular_processors(tmp_path: Path):
     assert found["ids"] == answer(LLM(str(tmp_path), dtype="float32", kernels="torch", **LLM_OPTIONS))
 
 
-def test_a_compiler_that_fails_or_is_missing_leaves_torch(tmp_path: Path):
-    """Every reason is told, and an answer is given all the same."""
+def test_a_compiler_that_fails_leaves_torch(tmp_path: Path):
+    """The reason is told, and an answer is given all the same."""
     build("llama2", tmp_path / "llama2", seed=4)
     loud = script(tmp_path / "loud", 'echo "kernels.cpp:1: no such thing" >&2; exit 3')
-    (tmp_path / "file").write_text("in the way of a folder")
-    cases = {
-        "false failed: exit status 1": {"CXX": "false"},
-        "loud -O1 failed: kernels.cpp:1: no such thing": {"CXX": f"{loud} -O1"},
-        "no C++ compiler 'no-such-compiler' was found": {"CXX": "no-such-compiler"},
-        "name a folder that can be written to in XDG_CACHE_HOME": {"XDG_CACHE_HOME": str(tmp_path / "file")},
-    }
-    if kernels.unavailable():  # the last case needs a compiler to get that far
-        cases.popitem()
-    model = tmp_path / "llama2"
-    probes = {why: start_probe(model, **{"XDG_CACHE_HOME": str(tmp_path), **env}) for why, env in cases.items()}
-    for why, probe in probes.items():
-        found = result_of(probe)
-        assert why in found["why"] and found["describe"] == f"torch ({found['why']})"
-        assert found["stack"] is False and len(found["ids"]) == 12
+    found = result_of(start_probe(tmp_path / "llama2", XDG_CACHE_HOME=str(tmp_path), CXX=f"{loud} -O1"))
+    assert "loud -O1 failed: kernels.cpp:1: no such thing" in found["why"]
+    assert found["describe"] == f"torch ({found['why']})" and found["stack"] is False and len(found["ids"]) == 12
     assert not list(tmp_path.glob("paceline/kernels/*"))
 
 
