@@ -89,8 +89,8 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
     llm = on(cluster, pipeline=2, exact=True, drafter=DRAFTER, round="pipeline,source=process")
     stage_line, round_ = llm.engine.round.stage_line, llm.engine.round  # type: ignore[attr-defined]
     (stage,), source = stage_line.workers, round_.source.sessions._worker  # type: ignore[attr-defined]
-    pids = os.getpid(), stage.pid, source.pid
-    assert stage.host and source.host and len({*pids}) == 3
+    pids, (host, other) = (os.getpid(), stage.pid, source.pid), (stage.host, source.host)
+    assert host and other and len({*pids}) == 3
 
     def on_tick(tick: Any) -> None:
         if len(ticks) == 8:
@@ -100,8 +100,8 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
     ticks = watch_ticks(round_, on_tick)
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
     (fault,) = stage_line.faults
-    assert f"worker stage 0 (pid {pids[1]} on {stage.host}) hangs: " in fault and round_.failure is None
-    assert source.faults[0] == f"worker draft (pid {pids[2]} on {source.host}) died: its process has ended"
+    assert f"worker stage 0 (pid {pids[1]} on {host}) hangs: " in fault and round_.failure is None
+    assert source.faults[0] == f"worker draft (pid {pids[2]} on {other}) died: its process has ended"
 
 
 def straight(cluster: Any, wanted: list[list[int]]) -> None:

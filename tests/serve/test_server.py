@@ -143,7 +143,7 @@ def test_chat_logprobs_are_the_likeliest_and_the_chosen(client: openai.OpenAI, o
         model="paceline-small", messages=CHAT, logprobs=True, top_logprobs=most, **asked
     )
     rows = answer.choices[0].logprobs
-    expected = offline.chat(CHAT, SamplingParams(logprobs=most, **asked))[0].outputs[0]
+    expected = offline.chat(CHAT, offline.default_sampling_params(logprobs=most, **asked))[0].outputs[0]
     assert rows is not None and rows.content is not None and len(rows.content) == 24
     ranks = []
     for row, own, token in zip(rows.content, expected.logprobs or [], expected.token_ids, strict=True):
