@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,9 +76,7 @@ def packed(decoder: Decoder, drafted: Sequence[Drafted]) -> RowPacker:
     return packer
 
 
-def at_once(
-    decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: Sequence[int], taps: NativeTaps | None = None
-) -> list[int]:
+def one_pass(drafted: Sequence[Drafted], wanted: Sequence[int], *rest: Any) -> TokenPass:
     spans, slots, start = [], [], 0
     for d in drafted:
         cache, stop = d.text.cache, PREFIX + d.rows
@@ -89,8 +87,14 @@ def at_once(
         start += d.rows
     tokens = [t for d in drafted for t in d.tokens]
     positions = [p for d in drafted for p in d.positions]
+    return TokenPass(tokens, positions, slots, spans, wanted, *rest)
+
+
+def at_once(
+    decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: Sequence[int], taps: NativeTaps | None = None
+) -> list[int]:
     assert decoder.stack is not None
-    return decoder.stack.decide(TokenPass(tokens, positions, slots, spans, wanted), pool, taps)
+    return decoder.stack.decide(one_pass(drafted, wanted), pool, taps)
 
 
 def batch(decoder: Decoder, seed: int) -> tuple[KVPool, list[Drafted], list[int]]:
@@ -144,30 +148,20 @@ def test_taps_of_one_call_are_those_of_its_parts(kind: str) -> None:
 
 
 def drawn_at_once(
-    decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], samplers: Sequence[SequenceSampler]
+    decoder: Decoder, of: tuple[KVPool, list[Drafted], list[int]], samplers: Sequence[SequenceSampler]
 ) -> tuple[list[int], list[int], list[torch.Tensor]]:
-    """Choices after all nodes, by compiled code and by each sequence's own sampler, and the rows of logits of both."""
-    spans, slots, wanted, start = [], [], [], 0
-    for d in drafted:
-        keys = d.text.cache.slots(0, PREFIX + d.rows)
-        where = d.text.cache.slots(PREFIX, PREFIX + d.rows)
-        slots += range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
-        spans.append(RowSpan(start, start + d.rows, PREFIX, keys, d.parents or None))
-        wanted += [start + n for n in d.nodes]
-        start += d.rows
+    """Choices of a `batch`, by compiled code and by each sequence's own sampler, and the rows of logits of both."""
+    pool, drafted, wanted = of
     assert decoder.stack is not None
     logits = torch.full((len(wanted), decoder.config.vocab_size), torch.nan)
-    rules = b"".join(sampler.rules for sampler in samplers)
-    tokens = [t for d in drafted for t in d.tokens]
-    positions = [p for d in drafted for p in d.positions]
-    masks = None
+    rules, masks = b"".join(sampler.rules for sampler in samplers), None
     if any(sampler.matcher is not None for sampler in samplers):
         masks = torch.full((len(wanted), (decoder.config.vocab_size + 31) // 32), -1, dtype=torch.int32)
         owners = [sampler for d, sampler in zip(drafted, samplers, strict=True) for _ in d.nodes]
         for row, sampler in zip(masks, owners, strict=True):
             if sampler.matcher is not None:
                 sampler.matcher.fill([], row)
-    found = decoder.stack.decide(TokenPass(tokens, positions, slots, spans, wanted, (), rules, logits, masks), pool)
+    found = decoder.stack.decide(one_pass(drafted, wanted, (), rules, logits, masks), pool)
     oracle, parts, begin = [], [], 0
     for d, sampler in zip(drafted, samplers, strict=True):
         parts.append(logits[begin : begin + len(d.nodes)])
@@ -175,6 +169,24 @@ def drawn_at_once(
         oracle += sampler.choose(parts[-1], None, places).tolist()
         begin += len(d.nodes)
     return found, oracle, parts
+
+
+def sampler_of(decoder: Decoder, params: dict[str, Any], seed: int = 1, index: int = 0, matcher: Any = None) -> Any:
+    asked, vocab = SamplingParams(**{"temperature": 1.0} | params), decoder.config.vocab_size
+    return SequenceSampler(asked, [1], seed=seed, sample_index=index, vocab_size=vocab, matcher=matcher)
+
+
+def check_draws(decoder: Decoder, seeds: int, matcher: Callable[[int, int], Any]) -> None:
+    """Under rules in turns, with the matcher that is given for a seed and a sequence: nearly all are chosen at once."""
+    chosen: list[bool] = []
+    for seed in range(seeds):
+        made = batch(decoder, seed)
+        rules = [TRUNCATED[(seed + i) % len(TRUNCATED)] for i in range(len(made[1]))]
+        samplers = [sampler_of(decoder, own, seed, i, matcher(seed, i)) for i, own in enumerate(rules)]
+        found, oracle, _ = drawn_at_once(decoder, made, samplers)
+        assert all(mine in (-1, wanted) for mine, wanted in zip(found, oracle, strict=True))
+        chosen += [mine >= 0 for mine in found]
+    assert chosen.count(True) > 10 * chosen.count(False)
 
 
 TRUNCATED: list[dict[str, Any]] = [
@@ -193,21 +205,7 @@ TRUNCATED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["base", "window"])
 def test_what_is_drawn_at_once_is_what_samplers_draw(name: str, kind: str) -> None:
-    decoder = decoder_of(name if name in SHAPES else "base", kind)
-    vocab, met, left = decoder.config.vocab_size, 0, 0
-    for seed in range(12):
-        pool, drafted, _ = batch(decoder, seed)
-        params = [TRUNCATED[(seed + i) % len(TRUNCATED)] for i in range(len(drafted))]
-        samplers = [
-            SequenceSampler(SamplingParams(**p), [1], seed=seed, sample_index=i, vocab_size=vocab)
-            for i, p in enumerate(params)
-        ]
-        found, oracle, _ = drawn_at_once(decoder, pool, drafted, samplers)
-        for mine, wanted in zip(found, oracle, strict=True):
-            met += mine >= 0
-            left += mine < 0
-            assert mine in (-1, wanted)
-    assert met > 10 * left
+    check_draws(decoder_of(name if name in SHAPES else "base", kind), 12, lambda seed, i: None)
 
 
 class SomeTokens:
@@ -239,25 +237,16 @@ class SomeTokens:
 @pytest.mark.parametrize("most", [1, 2, 20, 10**6])
 def test_what_a_grammar_allows_is_drawn_at_once(kind: str, most: int) -> None:
     """Sequences with a mask of ``most`` tokens, at the ends of the vocabulary too, beside one in four without."""
-    decoder = decoder_of("base", kind)
-    vocab, met, left = decoder.config.vocab_size, 0, 0
-    for seed in range(9):
-        pool, drafted, _ = batch(decoder, seed)
-        draw = torch.Generator().manual_seed(seed)
-        samplers = []
-        for i in range(len(drafted)):
-            allowed = torch.zeros(vocab, dtype=torch.bool)
-            allowed[torch.randperm(vocab, generator=draw)[:most]] = True
-            allowed[vocab - 1 if seed % 2 else 0] = True
-            params = SamplingParams(**TRUNCATED[(seed + i) % len(TRUNCATED)])
-            matcher = SomeTokens(allowed) if i % 4 != 3 else None
-            samplers.append(SequenceSampler(params, [1], seed=seed, sample_index=i, vocab_size=vocab, matcher=matcher))
-        found, oracle, _ = drawn_at_once(decoder, pool, drafted, samplers)
-        for mine, wanted in zip(found, oracle, strict=True):
-            met += mine >= 0
-            left += mine < 0
-            assert mine in (-1, wanted)
-    assert met > 10 * left
+    decoder, draw = decoder_of("base", kind), torch.Generator()
+    vocab = decoder.config.vocab_size
+
+    def some(seed: int, i: int) -> SomeTokens | None:
+        allowed = torch.zeros(vocab, dtype=torch.bool)
+        allowed[torch.randperm(vocab, generator=draw.manual_seed(4 * seed + i))[:most]] = True
+        allowed[vocab - 1 if seed % 2 else 0] = True
+        return SomeTokens(allowed) if i % 4 != 3 else None
+
+    check_draws(decoder, 9, some)
 
 
 def test_where_no_bit_is_set_the_sampler_is_asked() -> None:
@@ -268,35 +257,29 @@ def test_where_no_bit_is_set_the_sampler_is_asked() -> None:
             words.zero_()
 
     decoder = decoder_of("base", "bfloat16")
-    pool, drafted, _ = batch(decoder, 3)
-    vocab = decoder.config.vocab_size
-    failed = Failed(torch.ones(vocab, dtype=torch.bool))
+    made = batch(decoder, 3)
+    failed = Failed(torch.ones(decoder.config.vocab_size, dtype=torch.bool))
     for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature)
-        samplers = [
-            SequenceSampler(params, [1], seed=1, sample_index=0, vocab_size=vocab, matcher=matcher)
-            for matcher in (failed, None, failed, None)
-        ]
-        found, oracle, _ = drawn_at_once(decoder, pool, drafted, samplers)
-        first, second, third = (len(d.nodes) for d in drafted[:3])
+        matchers = (failed, None, failed, None)
+        samplers = [sampler_of(decoder, {"temperature": temperature}, matcher=matcher) for matcher in matchers]
+        found, oracle, _ = drawn_at_once(decoder, made, samplers)
+        first, second, third = (len(d.nodes) for d in made[1][:3])
         assert found[:first] == [-1] * first and found[first : first + second] == oracle[first : first + second]
         assert found[first + second : first + second + third] == [-1] * third and found[-1] == oracle[-1]
 
 
 def test_rules_that_compiled_code_does_not_know_are_left_to_the_sampler() -> None:
     decoder = decoder_of("base", "bfloat16")
-    pool, drafted, _ = batch(decoder, 3)
+    made = batch(decoder, 3)
     rules: list[dict[str, Any]] = [{"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.2}, {"temperature": 0.0}, {}]
-    vocab = decoder.config.vocab_size
-    asked = [SamplingParams(**({"temperature": 1.0} | more)) for more in rules]
-    samplers = [SequenceSampler(params, [1], seed=1, sample_index=0, vocab_size=vocab) for params in asked]
-    found, oracle, parts = drawn_at_once(decoder, pool, drafted, samplers)
-    first, second = len(drafted[0].nodes), len(drafted[1].nodes)
+    samplers = [sampler_of(decoder, own) for own in rules]
+    found, oracle, parts = drawn_at_once(decoder, made, samplers)
+    first, second = len(made[1][0].nodes), len(made[1][1].nodes)
     assert found[: first + second] == [-1] * (first + second)
     assert found[first + second :] == oracle[first + second :]
     assert not any(part.isnan().any() for part in parts)
     with pytest.raises(ValueError, match="bytes for 4 sequences"):
-        drawn_at_once(decoder, pool, drafted, samplers[:2] + samplers)
+        drawn_at_once(decoder, made, samplers[:2] + samplers)
 
 
 def choices_of(logits: torch.Tensor, params: dict[str, Any], seed: int) -> tuple[list[int], list[int]]:
