@@ -74,6 +74,7 @@ def join_chunks(events: list[Any]) -> Any:
     calls: list[Any] = []
     for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
         if call["index"] == len(calls):
+            assert call["id"] and call["type"] == "function" and call["function"]["name"]
             calls.append({"function": dict(call["function"])})
         else:
             calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
