@@ -5,30 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kits.tiny import VOCAB, tiny_decoder
 from safetensors.torch import load_file, save_file
-from toolkit import job, network
+from toolkit import dialogues, job, louder, network, seeded
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.papers.mirror.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load
 from paceline.papers.mirror.exits_recipe import DISTILL, ExitRecipe
-from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.data import TokenBatch
 from paceline.train.job import finish, prepare
 from paceline.weights.files import fingerprint
 
 LAYERS = (1, 2)
-
-
-def example(length: int, prompt: int, seed: int) -> Example:
-    return Example(np.random.default_rng(seed).integers(8, VOCAB, length).astype(np.int32), prompt)
-
-
-def make_batch(prompt_weight: float = 0.0) -> TokenBatch:
-    rows = [[example(17, 6, 0), example(11, 0, 1)], [example(24, 9, 2), example(5, 4, 3)]]
-    return collate(rows, 32, prompt_weight)
 
 
 def make_config(**changes: Any) -> ExitsConfig:
@@ -38,17 +28,10 @@ def make_config(**changes: Any) -> ExitsConfig:
 
 
 def make_recipe(held_out: Any = None) -> ExitRecipe:
-    target = network(3, frozen=True)
-    for name, parameter in target.named_parameters():
-        if "norm" not in name:
-            parameter.data.mul_(8.0)
+    target = louder(network(3, frozen=True))
     heads = ExitHeads.fresh(make_config(), torch.Generator().manual_seed(5))
     heads.up.data.normal_(std=0.3, generator=torch.Generator().manual_seed(6))
     return ExitRecipe(heads, target, held_out)
-
-
-def context() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor:
@@ -63,8 +46,8 @@ def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor
 
 @pytest.mark.parametrize("prompt_weight", [0.0, 0.3])
 def test_the_loss_is_its_formula(prompt_weight: float) -> None:
-    recipe, batch = make_recipe(), make_batch(prompt_weight)
-    loss, figures = recipe.loss(batch, context())
+    recipe, batch = make_recipe(), dialogues(prompt_weight)
+    loss, figures = recipe.loss(batch, seeded())
     says = logits_at(recipe, batch, recipe.target.config.num_layers).log_softmax(-1)
     right = torch.zeros(())
     for layer in LAYERS:

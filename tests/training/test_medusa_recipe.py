@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kits.tiny import VOCAB
-from toolkit import examples, job, network
+from toolkit import examples, heads, job, louder, network
 
 from paceline.core.errors import ConfigError
-from paceline.draft.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load, read_config
+from paceline.draft.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, load, read_config
 from paceline.train.data import collate
 from paceline.train.features import OnlineFeatures
 from paceline.train.job import finish, prepare
@@ -24,17 +23,9 @@ K = 3
 
 
 def make_recipe(held_out: Any = None) -> MedusaRecipe:
-    """With random parameters, so that no head is the identity."""
-    target = network(3, frozen=True)
-    for name, parameter in target.named_parameters():
-        if "norm" not in name:
-            parameter.data.mul_(8.0)
-    draw = torch.Generator().manual_seed(5)
-    heads = Heads.fresh(HeadsConfig(heads=K, d_model=target.config.d_model, vocab_size=VOCAB), draw)
-    for parameter in heads.parameters():
-        parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    target, made = louder(network(3, frozen=True)), heads(5)
     given = BuildContext(target=target, target_folder=None, tokenizer=None, held_out=held_out or {})
-    return MedusaRecipe("medusa", heads, HeadOptions(depth=K), given, of_anchors(heads), alpha=0.0)
+    return MedusaRecipe("medusa", made, HeadOptions(depth=K), given, of_anchors(made), alpha=0.0)
 
 
 def test_hit_rates_are_those_of_the_held_out_answers() -> None:
@@ -58,18 +49,18 @@ def test_hit_rates_are_those_of_the_held_out_answers() -> None:
 
 def test_a_run_gives_heads_for_its_target(data: Path, target: Path, tmp_path: Path) -> None:
     config, two = {"steps": 6, "evaluate_every": 3, "learning_rate": 1e-2}, {"depth": 2}
-    made = job("medusa", data, target, tmp_path / "run", config, options=two, cache=tmp_path / "cache")
-    trainer = prepare(made)
+    run = job("medusa", data, target, tmp_path / "run", config, options=two, cache=tmp_path / "cache")
+    trainer = prepare(run)
     trainer.run()
-    result = finish(made, trainer)
+    result = finish(run, trainer)
     assert {p.name for p in result.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, "training.json"}
     config = read_config(result)
     assert config is not None and (config.heads, config.target) == (2, target.name)
     assert config.fingerprint == fingerprint(target) and len(config.accuracies) == 2
-    heads = load(result, torch.float32)
-    for name, parameter in heads.named_parameters():
+    made = load(result, torch.float32)
+    for name, parameter in made.named_parameters():
         assert torch.equal(parameter, trainer.trained[name].to(torch.bfloat16).float()) and parameter.any()
     again = prepare(job("medusa", data, target, tmp_path / "again", options=two, init=result))
-    assert torch.equal(again.trained["weight"].data, heads.get_parameter("weight").data)
+    assert torch.equal(again.trained["weight"].data, made.get_parameter("weight").data)
     with pytest.raises(ConfigError, match="heads is 2"):
         prepare(job("medusa", data, target, tmp_path / "other", init=result, options={"depth": 3}))

@@ -10,14 +10,13 @@ import torch
 from kits.spire import drafts_by_hand, memory_of
 from kits.tiny import VOCAB
 from safetensors import safe_open
-from toolkit import examples, job, network, write_data, write_target
+from toolkit import job, network, packed, seeded, write_data, write_target
 
 from paceline.api.llm import LLM
 from paceline.core.sampling import SamplingParams
 from paceline.papers.spire.model import SpireShape, read_shape
 from paceline.papers.spire.prefixes import Blocks, run_blocks
 from paceline.papers.spire.recipe import SpireModule, SpireRecipe
-from paceline.train.data import Example, TokenBatch, collate
 from paceline.train.job import finish as write
 from paceline.train.job import prepare, run
 from paceline.train.network import Network, take_layers
@@ -25,12 +24,6 @@ from paceline.train.network import Network, take_layers
 WHOLE = (None, None, None)
 OPTIONS = {"layers": 1, "window": 6, "depth": 3}
 VARIANTS: dict[str, dict[str, Any]] = {"spire": {}, "narrow": {"window": 2}, "deep": {"depth": 7}}
-
-
-def batch(prompt_weight: float = 0.5) -> TokenBatch:
-    """Two rows of packed documents, some shorter than a block, and padding."""
-    short = [Example(torch.randint(8, VOCAB, (n,)).numpy().astype("int32")) for n in (1, 2, 3)]
-    return collate([[*examples(3, 5), *short], examples(2, 6)], 110, prompt_weight)
 
 
 def shape_of(**values: Any) -> SpireShape:
@@ -44,14 +37,10 @@ def recipe(held_out: Any = None, hot: torch.Tensor | None = None) -> SpireRecipe
     return SpireRecipe(SpireModule(draft, shape), target, shape, {}, held_out or {}, hot)
 
 
-def context(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_passes_are_drafts_row_by_row(variant: str) -> None:
     """The rows of every pass, against section 3.3 one row at a time, over their document alone."""
-    offset, shape, data = len(variant) % 4, shape_of(**VARIANTS[variant]), batch()
+    offset, shape, data = len(variant) % 4, shape_of(**VARIANTS[variant]), packed(0.5)
     draft, target = (network(seed, num_layers=n, windows=WHOLE[:n]).double() for seed, n in ((4, 2), (5, 3)))
     w = memory_of(shape)
     with torch.no_grad():
@@ -83,11 +72,11 @@ def test_passes_are_drafts_row_by_row(variant: str) -> None:
 @pytest.mark.parametrize("hot", [None, torch.arange(0, VOCAB, 3)], ids=["all", "hot"])
 def test_the_loss_is_its_formula(hot: torch.Tensor | None) -> None:
     """MixedLoss (3.4), over the rows of all passes at once; of hot tokens both sides are normed over these alone."""
-    data, made = batch(), recipe(hot=hot)
+    data, made = packed(0.5), recipe(hot=hot)
     tokens = slice(None) if hot is None else hot
     with torch.no_grad():
-        loss, figures = made.loss(data, context())
-        offset = int(torch.randint(4, (1,), generator=context()))
+        loss, figures = made.loss(data, seeded())
+        offset = int(torch.randint(4, (1,), generator=seeded()))
         past, final = made.know(data)
         rows = [*made._rows(data, offset, past)]
         hidden, places = torch.cat([r.hidden for r in rows]), torch.cat([r.places for r in rows])

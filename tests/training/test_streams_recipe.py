@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kit.dense_streams import eager_loss, eager_streams
-from kits.tiny import VOCAB, tiny_config
+from kits.tiny import tiny_config
+from toolkit import dialogues, louder, seeded
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
@@ -20,7 +20,7 @@ from paceline.papers.streaming.model import StreamSet
 from paceline.papers.streaming.multistream import lossless_streams, main_pass, shared_pass
 from paceline.papers.streaming.recipe import StreamRecipe, StreamsOptions, build
 from paceline.train.carriers import choose_carriers
-from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.data import TokenBatch
 from paceline.train.features import TOP
 from paceline.train.network import Network
 from paceline.train.registry import BuildContext
@@ -32,10 +32,7 @@ GAMMA = 3
 def make_network(dtype: torch.dtype = torch.float64, **changes: Any) -> Network:
     network = Network(tiny_config(num_layers=4, windows=(None, None, 8, None), **changes), frozen=True)
     network.init_weights(3)
-    for name, parameter in network.named_parameters():
-        if "norm" not in name:
-            parameter.data.mul_(8.0)
-    network = network.to(dtype)
+    network = louder(network).to(dtype)
     assert network.config.rope is not None
     network._ropes = RopeTables(network.config.rotations, dtype, torch.device("cpu"))
     return network
@@ -51,24 +48,9 @@ def make_recipe(network: Network, noise: float = 0.3, **options: Any) -> StreamR
     return StreamRecipe(network, trained.to(network.head_weight.dtype), chosen)
 
 
-def example(length: int, prompt: int, seed: int) -> Example:
-    tokens = np.random.default_rng(seed).integers(8, VOCAB, length).astype(np.int32)
-    return Example(tokens, prompt)
-
-
-def make_batch() -> TokenBatch:
-    """Dialogues and a text, two documents in a row, padding; a prompt that fills its document but for one token."""
-    rows = [[example(17, 6, 0), example(11, 0, 1)], [example(24, 9, 2), example(5, 4, 3)]]
-    return collate(rows, 32)
-
-
-def context(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def gradients(recipe: StreamRecipe, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     recipe.module.zero_grad()
-    loss, _ = recipe.loss(batch, context())
+    loss, _ = recipe.loss(batch, seeded())
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in recipe.module.named_parameters() if p.grad is not None}
 
@@ -78,7 +60,7 @@ FORMS: list[dict[str, Any]] = [{"mode": "lossless"}, {"mode": "shared"}]
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
-    recipe, batch = make_recipe(make_network(), **form), make_batch()
+    recipe, batch = make_recipe(make_network(), **form), dialogues()
     network, trained = recipe.network, recipe.module
     carriers = choose_carriers(batch)
     main, streams, _ = eager_streams(network, trained, batch, carriers)
@@ -97,7 +79,7 @@ def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_loss_and_gradients_equal_autograd_through_the_dense_reference(form: dict[str, Any]) -> None:
     """Eq. 6 written out: weights of each stream's mean, targets 1 + j on, and the early exit's loss."""
-    network, batch = make_network(), make_batch()
+    network, batch = make_network(), dialogues()
     recipe = make_recipe(network, **form)
     loss, found = gradients(recipe, batch)
     recipe.module.zero_grad()
@@ -139,9 +121,9 @@ def dense_loss(recipe: StreamRecipe, batch: TokenBatch) -> Tensor:
 @pytest.mark.parametrize("options", [{"distill": 1.0}, {"distill": 0.4}], ids=str)
 def test_distillation_is_the_divergence_from_the_main_row_ahead(options: dict[str, Any]) -> None:
     """By hand: w KL(p at t + j || q_j at t) + (1 - w) CE, also of the likeliest tokens alone (rounded to float16)."""
-    network, batch = make_network(), make_batch()
+    network, batch = make_network(), dialogues()
     recipe = make_recipe(network, prune_rank=0, **options)
-    loss, figures = recipe.loss(batch, context())
+    loss, figures = recipe.loss(batch, seeded())
     main, streams, _ = eager_streams(network, recipe.module, batch, choose_carriers(batch))
     log_p, log_q = (network.logits(x).log_softmax(-1) for x in (main, streams))
     losses: list[list[Tensor]] = [[] for _ in range(GAMMA)]

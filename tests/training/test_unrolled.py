@@ -17,16 +17,16 @@ from kits.eager_losses import eager_mse_cross_entropy
 from kits.state import steps_by_hand
 from kits.tiny import VOCAB, tiny_config
 from safetensors.torch import load_file
-from toolkit import examples, job, network
+from toolkit import examples, heads, job, network, packed, seeded
 from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.draft.eagle.model import EagleFacts, EagleModel
 from paceline.draft.fit import tokenizer_mark
-from paceline.draft.medusa.heads import Heads, HeadsConfig
+from paceline.draft.medusa.heads import Heads
 from paceline.draft.states.head import layer_json
 from paceline.papers.lyanna.model import LyannaModel, LyannaShape
-from paceline.train.data import Example, TokenBatch, collate
+from paceline.train.data import collate
 from paceline.train.features import TOP, last_states, likeliest
 from paceline.train.job import prepare
 from paceline.train.recipes.heads import ALPHA, Ahead, HeadRecipe, LayerOptions, choose_anchors, unroll
@@ -55,20 +55,9 @@ def eagle(seed: int = 1) -> EagleModel:
 MODELS = {"lyanna": lambda: lyanna(), "no first token": lambda: lyanna(first_token=False), "eagle": eagle}
 
 
-def batch(prompt_weight: float = 0.0) -> TokenBatch:
-    """Two rows of packed documents, some of them of two and three tokens, and padding."""
-    short = [Example(torch.randint(8, VOCAB, (n,)).numpy().astype("int32")) for n in (2, 3)]
-    return collate([[*examples(3, 5), *short], examples(2, 6)], 110, prompt_weight)
-
-
-def wide(model: Any) -> Any:
-    """In float64."""
-    return model.double()
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_equal_drafting_row_by_row(name: str) -> None:
-    model, data = wide(MODELS[name]()), batch()
+    model, data = MODELS[name]().double(), packed()
     draw = torch.Generator().manual_seed(3)
     features = torch.randn(*data.tokens.shape, 32, generator=draw, dtype=torch.float64)
     table = torch.randn(VOCAB, 32, generator=draw, dtype=torch.float64)
@@ -86,14 +75,6 @@ def test_steps_equal_drafting_row_by_row(name: str) -> None:
     assert len({int(p) for p in anchors.positions}) > 10
 
 
-def medusa(seed: int = 1) -> Heads:
-    draw = torch.Generator().manual_seed(seed)
-    made = Heads.fresh(HeadsConfig(heads=3, d_model=32, vocab_size=VOCAB), draw)
-    for parameter in made.parameters():  # else every head is the identity
-        parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=draw))
-    return made
-
-
 def recipe(
     model: Any, target: Any = None, held_out: Any = None, hot: Tensor | None = None, depth: int = 3, **options: Any
 ) -> HeadRecipe:
@@ -103,18 +84,14 @@ def recipe(
     return HeadRecipe("states", model, LayerOptions(depth=depth), given, predict, **options)
 
 
-def context(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("form", ["lyanna", "no token-info", "eagle", "medusa"])
 def test_the_loss_is_its_formula(form: str) -> None:
     """Value and gradients against the dense formula, whole bias rows and all (sections 4.1 and 5.1)."""
-    made = {"lyanna": lyanna, "no token-info": lambda: lyanna(rank=0), "eagle": eagle, "medusa": medusa}[form]
-    model, target, data = wide(made()), network(2, frozen=True).double(), batch(0.3)
+    made = {"lyanna": lyanna, "no token-info": lambda: lyanna(rank=0), "eagle": eagle, "medusa": heads}[form]
+    model, target, data = made().double(), network(2, frozen=True).double(), packed(0.3)
     alpha, decay = (0.0, DECAY) if form == "medusa" else (ALPHA, 1.0)
     own = recipe(model, target, alpha=alpha, decay=decay)
-    loss, figures = own.loss(data, context())
+    loss, figures = own.loss(data, seeded())
     loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -237,14 +214,14 @@ def test_a_head_starts_from_its_target(make: Any) -> None:
         if start:
             start_from_target(model.head, target, iter(text))
         own = recipe(model, target, depth=1)
-        found.append(own.loss(batch(), context())[1]["mse_1"])
+        found.append(own.loss(packed(), seeded())[1]["mse_1"])
     assert found[1] < 0.3 * found[0]
 
 
 def test_a_start_that_cannot_be_is_refused(data: Path, target: Path, tmp_path: Path) -> None:
     biased = network(2, frozen=True, qkv_bias=True)
     with pytest.raises(CapabilityError, match=r"start=target: its last layer has .*bias.*: a head's layer is Llama's"):
-        start_from_target(eagle().head, biased, iter([batch()]))
+        start_from_target(eagle().head, biased, iter([packed()]))
     made = prepare(job("eagle", data, target, tmp_path / "out", options={"depth": 2, "start": "target"}))
     model: Any = made.recipe.module  # type: ignore[attr-defined]
     gates = {n: v for n, v in load_file(target / "model.safetensors").items() if n.endswith("gate_proj.weight")}

@@ -14,7 +14,8 @@ import torch
 from kits.tiny import VOCAB, tiny_config
 from train_target import TargetRecipe, train_tokenizer
 
-from paceline.train.data import Example, Mixture, SourceSpec
+from paceline.draft.medusa.heads import Heads, HeadsConfig
+from paceline.train.data import Example, Mixture, SourceSpec, TokenBatch, collate
 from paceline.train.job import TrainingJob
 from paceline.train.network import Network
 from paceline.train.recipes.distillation import ModelShape
@@ -44,11 +45,16 @@ def write_target(folder: Path, data: Path, seed: int = 0) -> Path:
     config = SHAPE.config(VOCAB_SIZE, CONTEXT, 0, 1, 2, tied=False)
     network = Network(decoder_config(config))
     network.init_weights(seed)
+    louder(network).save(folder, config, torch.float32)
+    return folder
+
+
+def louder(network: Network) -> Network:
+    """With larger weights: else a random model says one token for ever."""
     for name, parameter in network.named_parameters():
         if "norm" not in name:
-            parameter.data.mul_(8.0)  # else a random model says one token for ever
-    network.save(folder, config, torch.float32)
-    return folder
+            parameter.data.mul_(8.0)
+    return network
 
 
 def job(kind: str, data: Path, target: Path | None, out: Path, config: Any = (), **changes: Any) -> TrainingJob:
@@ -73,6 +79,35 @@ def examples(count: int, seed: int = 0, longest: int = 40) -> list[Example]:
     draw = np.random.default_rng(seed)
     lengths = draw.integers(5, longest, count)
     return [Example(draw.integers(8, VOCAB, n).astype(np.int32), int(draw.integers(0, 4))) for n in lengths]
+
+
+def packed(prompt_weight: float = 0.0) -> TokenBatch:
+    """Two rows of packed documents, some of them of one to three tokens, and padding."""
+    short = [Example(torch.randint(8, VOCAB, (n,)).numpy().astype("int32")) for n in (1, 2, 3)]
+    return collate([[*examples(3, 5), *short], examples(2, 6)], 110, prompt_weight)
+
+
+def dialogues(prompt_weight: float = 0.0) -> TokenBatch:
+    """Dialogues and a text, two documents in a row, padding; a prompt that fills its document but for one token."""
+
+    def example(length: int, prompt: int, seed: int) -> Example:
+        return Example(np.random.default_rng(seed).integers(8, VOCAB, length).astype(np.int32), prompt)
+
+    rows = [[example(17, 6, 0), example(11, 0, 1)], [example(24, 9, 2), example(5, 4, 3)]]
+    return collate(rows, 32, prompt_weight)
+
+
+def heads(seed: int = 1) -> Heads:
+    """Medusa's, with random parameters, so that no head is the identity."""
+    draw = torch.Generator().manual_seed(seed)
+    made = Heads.fresh(HeadsConfig(heads=3, d_model=32, vocab_size=VOCAB), draw)
+    for parameter in made.parameters():
+        parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    return made
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def trainer(out: Path, recipe: Any = None, phases: list[Phase] | None = None, seed: int = 3, **config: Any) -> Trainer:
