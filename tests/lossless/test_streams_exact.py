@@ -46,14 +46,20 @@ def shared(name: str) -> StreamSet:
     return tiny_streams(mode="shared", **SETS[name])
 
 
+def room(decoder: Decoder, size: int) -> Any:
+    """K and V of so many rows."""
+    c = decoder.config
+    shape = (c.num_kv_heads, size, c.head_dim)
+    return SimpleNamespace(**{n: [torch.zeros(shape, dtype=decoder.dtype) for _ in range(c.num_layers)] for n in "kv"})
+
+
 @torch.inference_mode()
 def shared_logits(trained: StreamSet, tokens: Sequence[int], prompt_len: int) -> Tensor:
     """[V]: what comes after ``tokens``, with gamma streams on every row from the prompt's last on."""
     decoder, c = target(), trained.config
     count, carriers = len(tokens), len(tokens) - prompt_len + 1
     size = count + carriers * c.gamma
-    shape = (decoder.config.num_kv_heads, size, decoder.config.head_dim)
-    pool = SimpleNamespace(**{n: [torch.zeros(shape, dtype=decoder.dtype) for _ in range(c.num_layers)] for n in "kv"})
+    pool = room(decoder, size)
     lower = lay_out(decoder, list(range(count)), torch.ones(count, count, dtype=torch.bool).tril())
     batch = Batch(torch.tensor(tokens), lower.positions, lower.slots, lower.attn)
     state = decoder.embed(batch)
@@ -110,11 +116,6 @@ def reference(name: str, prompt: int, hot: bool) -> list[int]:
         ids.append(int(sampler.choose(logits, None, [len(ids)])))
         sampler.commit(ids[-1:])
     return ids[len(PROMPTS[prompt]) :]
-
-
-def answers(engine: Engine, params: SamplingParams, application: str | None) -> list[list[int]]:
-    outputs = run(engine, [(p, params) for p in PROMPTS], [application] * len(PROMPTS))
-    return [o.outputs[0].token_ids for o in outputs]
 
 
 CONDITIONS: dict[str, dict[str, Any]] = {
@@ -177,8 +178,10 @@ def test_sets_of_several_depths_in_one_pass() -> None:
         assert all(o.stats.pruned for o in outputs)
 
 
-def heard(drafter: Any, params: SamplingParams = GREEDY, **options: Any) -> tuple[list[list[int]], list[Tensor]]:
-    """Answers, and all stream logits that the drafter was told, in order."""
+def heard(
+    drafter: Any, application: str | None = None, in_parts: bool = False, **options: Any
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Answers, and all stream logits that the drafter was told, in order; ``in_parts``: not in one compiled call."""
     told: list[Tensor] = []
     observe = drafter.observe
 
@@ -187,10 +190,11 @@ def heard(drafter: Any, params: SamplingParams = GREEDY, **options: Any) -> tupl
         observe(step)
 
     drafter.observe = listen
-    engine = assemble(drafter, decoder=target(), **options)
-    found = answers(engine, params, None)
+    engine: Any = assemble(drafter, **{"decoder": target()} | options)
+    engine.round.compiled &= not in_parts
+    outputs = run(engine, [(p, GREEDY) for p in PROMPTS], [application] * len(PROMPTS))
     assert engine.round.failure is None and told
-    return found, told
+    return [o.outputs[0].token_ids for o in outputs], told
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -246,13 +250,9 @@ def transition(
         above = parents[above]
     said = [*text, *reversed(path)]
     decoder, count = target(), len(said)
-    shape = (decoder.config.num_kv_heads, count, decoder.config.head_dim)
-    pool = SimpleNamespace(
-        **{n: [torch.zeros(shape, dtype=decoder.dtype) for _ in range(decoder.num_layers)] for n in "kv"}
-    )
     state = lay_out(decoder, range(count), torch.ones(count, count, dtype=torch.bool).tril())
     batch = Batch(torch.tensor(said), state.positions, state.slots, state.attn)
-    hidden = decoder.run_layers(decoder.embed(batch), 0, layer, pool).hidden[-1:]
+    hidden = decoder.run_layers(decoder.embed(batch), 0, layer, room(decoder, count)).hidden[-1:]
     return float(decoder.read(to_exit(hidden)).log_softmax(-1)[0, tokens[node]])
 
 
@@ -340,28 +340,14 @@ def test_compiled_streams_say_what_torch_s_say(mode: Any) -> None:
     if kernels.unavailable():
         pytest.skip(str(kernels.unavailable()))
     trained = tiny_streams(WIDE, dtype=torch.float32, mode=mode, layers=2)
-    found: list[tuple[list[list[int]], list[Tensor]]] = []
+    found = []
     for compiled in (True, False):
         decoder = tiny_decoder(WIDE, dtype=torch.float32, compiled=compiled)
-        drafter: Any = streams(
-            target={"config": WIDE, "dtype": torch.float32},
-            trained=None if mode == "shared" else trained,
-            k=8,
-            nodes=12,
-            at="nodes",
-        )
-        told: list[Tensor] = []
-        observe = drafter.observe
-
-        def listen(step: StepFeatures, observe: Any = observe, told: list[Tensor] = told) -> None:
-            told.extend(x.clone() for x in step.levels if x is not None)
-            observe(step)
-
-        drafter.observe = listen
+        own = None if mode == "shared" else trained
+        drafter = streams(target={"config": WIDE, "dtype": torch.float32}, trained=own, k=8, nodes=12, at="nodes")
         apps = [tiny_application("one", decoder, trained)] if mode == "shared" else []
-        engine = assemble(drafter, decoder=decoder, applications=apps, max_model_len=120)
-        engine.round.compiled = False  # type: ignore[attr-defined]  # the pass in one call shows no logits
-        found.append((answers(engine, GREEDY, "one" if apps else None), told))
+        options = {"decoder": decoder, "applications": apps, "max_model_len": 120}
+        found.append(heard(drafter, "one" if apps else None, in_parts=True, **options))
     assert found[0][0] == found[1][0]
     assert len(found[0][1]) == len(found[1][1]) > 20
     assert all(torch.allclose(a, b, rtol=1e-3, atol=2e-3) for a, b in zip(found[0][1], found[1][1], strict=True))
