@@ -16,12 +16,6 @@ from paceline.engine.rounds import AUTO
 from paceline.engine.verification import DEFAULT_VERIFIER, VERIFIERS
 
 
-def test_no_torch_before_the_server_runs() -> None:
-    code = "import sys; from paceline.cli import load; load('serve'); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False"]
-
-
 def test_names_that_are_written_twice_are_the_same() -> None:
     assert options.AUTO_ROUND == AUTO
     assert tuple(VERIFIERS) == options.VERIFIERS and options.VERIFIERS[0] == DEFAULT_VERIFIER

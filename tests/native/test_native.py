@@ -527,14 +527,6 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out)
 
 
-def test_switched_off(tmp_path: Path):
-    build("llama2", tmp_path, seed=4)
-    found = result_of(start_probe(tmp_path, PACELINE_NATIVE="0"))
-    assert found["why"] == "PACELINE_NATIVE=0" and found["describe"] == "torch (PACELINE_NATIVE=0)"
-    assert found["stack"] is False
-    assert found["ids"] == answer(LLM(str(tmp_path), dtype="float32", kernels="torch", **LLM_OPTIONS))
-
-
 @needs_kernels
 def test_without_instructions_of_particular_processors(tmp_path: Path):
     build("llama2", tmp_path, seed=4)

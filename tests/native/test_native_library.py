@@ -185,10 +185,19 @@ def test_a_level_of_instructions_is_compiled_for_alone(cache: Path, level: str, 
     assert list(kernels.LEVELS)[found.isa] == level  # type: ignore[attr-defined]
 
 
-def test_a_word_that_is_no_level_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(kernels.SWITCH, "generic")
-    found, why = load()
-    assert found is None and "'generic' is not a level of instructions; use 0, 1 or one of baseline, " in str(why)
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("0", "PACELINE_NATIVE=0"),
+        ("generic", "'generic' is not a level of instructions; use 0, 1 or one of baseline, "),
+    ],
+)
+def test_switched_off_or_by_a_word_that_is_no_level_there_are_none(
+    cache: Path, word: str, why: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(kernels.SWITCH, word)
+    found, said = load()
+    assert found is None and why in str(said)
 
 
 def test_a_change_in_a_header_is_compiled_anew(cache: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from paceline.draft.eagle.speculators import LAYER
 from paceline.weights import zoo
 
 TOOL = Path(__file__).parents[2] / "tools" / "export_head.py"
-export = runpy.run_path(str(TOOL))["export"]
+NAMES = runpy.run_path(str(TOOL))
+export = NAMES["export"]
 WIDTH, HEADS, FF = 32, 4, 48
 SMALL = torch.tensor([i for i in range(VOCAB) if i % 5 != 2])  # the draft's tokens
 CONFIG = {
@@ -206,8 +206,11 @@ def test_what_an_engine_cannot_express_is_refused_and_nothing_is_written(tmp_pat
         EagleModel.load(third)
 
 
-def test_the_command_writes_the_zoos_head_and_says_how_it_is_served(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), "vllm", "paceline-small-eagle", str(tmp_path / "out"), "--tokens", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert '"num_speculative_tokens": 4' in done.stdout, done.stderr
+def test_the_command_writes_the_zoos_head_and_says_how_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(TOOL), "vllm", "paceline-small-eagle", str(tmp_path / "out"), "--tokens", "4"]
+    monkeypatch.setattr(sys, "argv", command)
+    NAMES["main"]()
+    assert '"num_speculative_tokens": 4' in capsys.readouterr().out
     same(load_head(zoo.find("paceline-small-eagle")), load_head(tmp_path / "out"))
