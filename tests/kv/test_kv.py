@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kits.pools import cached_prefix
 
 from paceline.core.errors import PoolFullError
-from paceline.kv.blocks import BlockAllocator
 from paceline.kv.pool import KVPool, SequenceCache
 
 SIZE = 4  # slots a block
@@ -238,27 +237,6 @@ def test_sequences_that_say_how_long_they_get_lie_in_one_piece():
     assert all(isinstance(cache.slots(0, 16), slice) for cache in caches)
 
 
-def test_scattered_blocks_are_gathered_in_logical_order():
-    pool = make_pool(4)
-    walls = [pool.open() for _ in range(4)]
-    for wall in walls:
-        wall.reserve(1)
-    by_block = {wall.blocks[0]: wall for wall in walls}
-    by_block[3].release()
-    cache = pool.open()
-    grow(cache, [1, 2, 3])
-    by_block[0].release()
-    grow(cache, [4, 5, 6])
-    assert cache.blocks == [3, 0]
-    assert torch.as_tensor(cache.slots(2, 6)).tolist() == [14, 15, 0, 1]
-    assert contents(cache) == [1, 2, 3, 4, 5, 6]
-    cache.reserve(0)
-    by_block[1].release()
-    cache.pool.commit([(cache, [])])
-    grow(cache, [7, 8, 9])
-    assert cache.blocks == [3, 0, 1] and contents(cache) == list(range(1, 10))
-
-
 def test_the_integrity_check_sees_a_lost_block_and_a_doubled_one():
     pool = make_pool(4)
     cache = opened(pool, [1, 2, 3, 4, 5])
@@ -268,14 +246,3 @@ def test_the_integrity_check_sees_a_lost_block_and_a_doubled_one():
     cache.blocks[:] = cache.blocks[:1]
     with pytest.raises(AssertionError):
         pool.check_integrity()
-
-
-def test_allocator_prefers_the_block_behind_then_the_roomiest_place():
-    allocator = BlockAllocator(10)
-    first = allocator.allocate(None)
-    assert first == 0
-    second = allocator.allocate(None)
-    assert second > 2  # room is left in front of it for the first to grow
-    assert allocator.allocate(first) == 1
-    assert allocator.allocate(1) == 2
-    assert allocator.allocate(9) != 10  # there is none behind the last
