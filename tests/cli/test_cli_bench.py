@@ -84,7 +84,7 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_mistakes_end_in_one_line_before_anything_runs(run: Any, args: list[str], message: str) -> None:
-    result = run(*args)
+    result = run(*SMALL, *args)  # where one is not seen, what runs is small
     assert result.exit_code == 2
     assert result.stdout == "" and result.stderr.startswith("error: ") and message in result.stderr
     assert len(result.stderr.splitlines()) == 1
