@@ -78,7 +78,7 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
         (["--batch", "1,1"], "is repeated"),
         (["--temperature", "-1"], "temperatures must be 0 or more"),
         (["--workload", "boks"], "books"),
-        (["--workload", "wikisql", "--prompts", "2", "--batch", "4"], "batch 4 of wikisql"),
+        (["--prompts", "2", "--batch", "4"], "batch 4 of wikisql"),
         (["--overwrite"], "--out DIR"),
         (["--out", "/dev/null"], "/dev/null"),
     ],
