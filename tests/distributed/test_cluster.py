@@ -40,6 +40,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")  # else other processes here cost it workers
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
