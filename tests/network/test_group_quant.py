@@ -26,6 +26,7 @@ from paceline.weights.source import read_config, resolve
 
 TOKENS = [5, 17, 200, 33, 33, 319, 0, 8]
 EACH = pytest.mark.parametrize("form", FORMS)
+Tensors = dict[str, Tensor]
 GROUPS = {"awq": 128, "gptq": 32, "compressed": -1, "gptq_v2": -1}  # of a form; 64 else
 
 
@@ -116,6 +117,19 @@ def test_adapters_beside_an_act_order_read_their_inputs_in_the_models(tmp_path: 
     assert (mine - plain).abs().max() < 0.25 * plain.std() < (plain - full_logits(whole, TOKENS)).abs().max()
 
 
+def edit_config(folder: Path, change: Callable[[Any], object]) -> None:
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    change(said)
+    file.write_text(json.dumps(said))
+
+
+def edit_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
 def refused(folder: Path, message: str, dtype: str = "float32") -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, dtype, native=dtype == "auto")
@@ -138,10 +152,7 @@ def refused(folder: Path, message: str, dtype: str = "float32") -> None:
 )
 def test_other_configurations_are_refused(form: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path, form)
-    file = folder / "config.json"
-    said = json.loads(file.read_text())
-    said["quantization_config"] |= changes
-    file.write_text(json.dumps(said))
+    edit_config(folder, lambda said: said["quantization_config"].update(changes))
     refused(folder, message)
 
 
@@ -155,42 +166,30 @@ def test_other_configurations_are_refused(form: str, changes: dict[str, Any], me
     ],
 )
 def test_other_schemes_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, "compressed")
-    file = folder / "config.json"
-    said = json.loads(file.read_text())
-    groups = said["quantization_config"]["config_groups"]
-    if "second" in changes:
-        groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
-        groups["group_1"]["weights"]["group_size"] = 128
-    else:
+    def change(said: Any) -> None:
+        groups = said["quantization_config"]["config_groups"]
         own = groups["group_0"]
-        (own if "input_activations" in changes else own["weights"]).update(changes)
-    file.write_text(json.dumps(said))
+        if "second" in changes:
+            groups["group_1"] = own | {"weights": own["weights"] | {"group_size": 128}}
+        else:
+            (own if "input_activations" in changes else own["weights"]).update(changes)
+
+    folder = write(tmp_path, "compressed")
+    edit_config(folder, change)
     refused(folder, message)
 
 
-Tensors = dict[str, Tensor]
-Q, DOWN = "model.layers.1.self_attn.q_proj.", "model.layers.0.mlp.down_proj."
+Q = "model.layers.1.self_attn.q_proj."
 
 
-def without(name: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        del tensors[name]
-
-    return change
-
-
-def with_value(name: str, value: float, at: int = 5) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        tensors[name].view(-1)[at] = value
-
-    return change
+def with_value(name: str, value: float, at: int = 5) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors[name].view(-1)[at].fill_(value)
 
 
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
-        ("gptq", without(Q + "g_idx"), "no g_idx next to it"),
+        ("gptq", lambda tensors: tensors.pop(Q + "g_idx"), "no g_idx next to it"),
         ("awq", with_value(Q + "scales", torch.nan), "q_proj.scales.*not finite"),
         ("compressed", with_value(Q + "weight_shape", 8, 0), "weight_shape.*it is not .256, 256."),
         ("gptq_order", with_value(Q + "g_idx", 9), "g_idx.*does not give each of 4 groups 64 inputs"),
@@ -198,28 +197,23 @@ def with_value(name: str, value: float, at: int = 5) -> Callable[[Tensors], None
         ("awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "needs I32 .256, 32."),
     ],
 )
-def test_other_tensors_are_refused(form: str, change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+def test_other_tensors_are_refused(
+    form: str, change: Callable[[Tensors], object], message: str, tmp_path: Path
+) -> None:
     folder = write(tmp_path, form)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    edit_tensors(folder, change)
     refused(folder, message)
 
 
 def test_packed_weights_without_a_configuration_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, "gptq")
-    file = folder / "config.json"
-    said = json.loads(file.read_text())
-    said.pop("quantization_config")
-    file.write_text(json.dumps(said))
+    edit_config(folder, lambda said: said.pop("quantization_config"))
     refused(folder, "it is quantised, and config.json has no quantization_config")
 
 
 @needs_kernels
 def test_parts_of_a_fused_product_in_different_orders_are_refused_in_blocks_alone(tmp_path: Path) -> None:
     folder = write(tmp_path, "gptq_order")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[Q + "g_idx"] = tensors[Q + "g_idx"].flip(0)
-    save_file(tensors, folder / "model.safetensors")
+    edit_tensors(folder, lambda tensors: tensors.update({Q + "g_idx": tensors[Q + "g_idx"].flip(0)}))
     refused(folder, "q_proj.weight and tensor .*k_proj.weight.*different orders", "auto")
     load(folder, "bfloat16")
