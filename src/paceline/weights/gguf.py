@@ -13,11 +13,9 @@ import math
 import mmap
 import re
 import struct
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -131,7 +129,6 @@ class GGUF(NamedTuple):
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]  # of the first part
     tensors: dict[str, GGUFTensor]
-    header: memoryview  # metadata of the first part, as they lie in the file
 
     @property
     def path(self) -> Path:
@@ -240,53 +237,7 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
     total = files[0].metadata.get("split.tensors.count", len(named))
     if total != len(named):
         files[0].refuse(f"the parts hold {len(named)} tensors, and {shown(total)} are announced")
-    return GGUF(
-        tuple(path for path, _, _ in stamped), files[0].metadata, named, memoryview(files[0].data)[: files[0].keys_end]
-    )
-
-
-class FileTexts(Sequence[str]):
-    """A list of texts in a file, each of them decoded when it is read.
-
-    ``starts`` [n + 1] are the positions of each one's length, and the end of the last.
-    """
-
-    def __init__(self, data: mmap.mmap, starts: np.ndarray) -> None:
-        self._data, self._starts = data, starts
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        return self._data[self._starts[at] + 8 : self._starts[at + 1]].decode("utf-8", "replace")
-
-    def __iter__(self) -> Iterator[str]:
-        places, data = self._starts.tolist(), self._data
-        return (data[at + 8 : stop].decode("utf-8", "replace") for at, stop in pairwise(places))
-
-    def index(self, text: str, *_: Any) -> int:
-        """Return the index of the first entry that is this text; no other entry is decoded.
-
-        Raises:
-            ValueError: none is.
-        """
-        raw = text.encode()
-        pattern, at = struct.pack("<Q", len(raw)) + raw, int(self._starts[0])
-        while (at := self._data.find(pattern, at, int(self._starts[-1]))) >= 0:
-            place = int(np.searchsorted(self._starts, at))
-            if self._starts[place] == at:
-                return place
-            at += 1
-        raise ValueError(f"{shown(text)} is not in the list")
-
-    def __contains__(self, text: object) -> bool:
-        try:
-            return isinstance(text, str) and self.index(text) >= 0
-        except ValueError:
-            return False
+    return GGUF(tuple(path for path, _, _ in stamped), files[0].metadata, named)
 
 
 # Types of the keys that are read here; arrays of numbers are checked where they are used.
@@ -299,7 +250,7 @@ _RULES = {
     re.compile(r"tokenizer\.ggml\.add_\w+"): "true or false",
 }
 _FITS: dict[str, Callable[[Any], bool]] = {
-    "a list of texts": lambda value: isinstance(value, FileTexts),
+    "a list of texts": lambda value: isinstance(value, list),
     "a list of numbers": lambda value: isinstance(value, np.ndarray),
     "a text": lambda value: isinstance(value, str),
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -329,7 +280,6 @@ class MappedFile:
         for _ in range(pairs):
             key = self._text(_NAME_BYTES)
             self._add(key, self._value(self._number("I"), key))
-        self.keys_end = self._at
         entries = [self._tensor_entry() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
@@ -350,7 +300,7 @@ class MappedFile:
             self.refuse(f"key {shown(key)} is there twice")
         for pattern, rule in _RULES.items():
             if pattern.fullmatch(key) and not _FITS[rule](value):
-                listed = "a list" if isinstance(value, np.ndarray | FileTexts) else shown(value)
+                listed = "a list" if isinstance(value, np.ndarray | list) else shown(value)
                 self.refuse(f"key {shown(key)} is {listed}, and must be {rule}")
         self.metadata[key] = value
 
@@ -398,17 +348,17 @@ class MappedFile:
         self._skip(count * size)
         return np.frombuffer(self.data, np.dtype("<" + _SCALARS[element]), count, start)
 
-    def _texts(self) -> FileTexts:
+    def _texts(self) -> list[str]:
         count, at, data, size = self._count(8, "texts"), self._at, self.data, struct.Struct("<Q").unpack_from
-        starts = array("q", [at]) * (count + 1)  # no room to grow: a list may be as long as the file
+        texts = []
         try:
-            for i in range(1, count + 1):
-                at += 8 + size(data, at)[0]
-                starts[i] = at
-        except (struct.error, OverflowError):
+            for _ in range(count):
+                start, at = at + 8, at + 8 + size(data, at)[0]
+                texts.append(data[start:at].decode("utf-8", "replace"))
+        except (struct.error, OverflowError, IndexError):
             at = len(data) + 1
         self._skip(at - self._at)
-        return FileTexts(data, np.frombuffer(starts, np.int64))
+        return texts
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of one tensor."""

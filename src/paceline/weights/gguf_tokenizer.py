@@ -13,25 +13,17 @@ the models' own ``tokenizer.json``.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.folders import user_cache
 from ..core.options import shown
 from ..kernels.memory import give_back
 from .gguf import GGUF
 
 MOST_MERGES = 16  # for each token; Llama 3 has 2.2
-FORM = 3  # of what is kept in the cache; a change of this module that changes ids makes it another
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
 SPACE = "\u2581"  # what SentencePiece writes for a space
 _BARE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the spaces after them
@@ -75,40 +67,14 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
         ConfigError: a vocabulary that contradicts itself, or a chat template that is none.
         CapabilityError: a kind of vocabulary or a pre-tokenizer that is not known here.
     """
-    from tokenizers import Tokenizer
-
     if "tokenizer.ggml.tokens" not in model.metadata:
         return None
-    name = f"{hashlib.sha256(model.header).hexdigest()[:32]}-{FORM}.json"
-    with tempfile.TemporaryDirectory() as elsewhere:
-        file = (user_cache() or Path(elsewhere)) / "tokenizers" / name
-        with suppress(Exception):  # none yet, or damaged: it is made again
-            return Tokenizer.from_file(str(file))
-        _check_template(model, model.metadata.get("tokenizer.chat_template"))  # the header has it: once is enough
-        content = _quicker(_Builder(model).tokenizer().to_str())
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            scratch = file.with_suffix(f".{os.getpid()}")
-            scratch.write_text(content, encoding="utf-8")
-            scratch.replace(file)
-        except OSError:  # a folder that cannot be written: it is made each time
-            file = Path(elsewhere) / name
-            file.write_text(content, encoding="utf-8")
-        return Tokenizer.from_file(str(file))
-
-
-def _quicker(content: str) -> str:
-    """Return a ``tokenizer.json`` whose merges are texts, which `tokenizers` reads faster than pairs."""
-    tokenizer = json.loads(content)
-    merges = tokenizer["model"]["merges"]
-    if any(" " in part for merge in merges for part in merge):  # a text could be cut in two ways
-        return content
-    tokenizer["model"]["merges"] = [" ".join(merge) for merge in merges]
-    return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":"))
+    _check_template(model)
+    return _Builder(model).tokenizer()
 
 
 def load_gguf_tokenizer(model: GGUF) -> Any:
-    """Return a file's tokenizer with its chat template, used as transformers' own are; None: the file has none.
+    """Return a file's tokenizer with its chat template, as a ``transformers.TokenizersBackend``; None: it has none.
 
     Raises:
         ConfigError, CapabilityError: as `load_gguf_vocabulary`.
@@ -117,91 +83,30 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
     if backend is None:
         return None
     give_back()  # of 262,144 tokens 190 MB
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import TokenizersBackend
+
     maker, template = _Builder(model), model.metadata.get("tokenizer.chat_template", "").removeprefix("\ufeff") or None
-    roles = {f"{name}_token": maker.named(key) for name, key in _NAMED.items()}
-    return GGUFTokenizer(backend, {name: token for name, token in roles.items() if token}, template, maker.adds("bos"))
+    roles = {f"{name}_token": token for name, key in _NAMED.items() if (token := maker.named(key))}
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in added])
+    options = {"clean_up_tokenization_spaces": False, "chat_template": template, **roles}
+    tokenizer = TokenizersBackend(tokenizer_object=Tokenizer(models.BPE()), **options)  # which it copies: an empty one
+    tokenizer._tokenizer = backend
+    # llama.cpp begins a chat with BOS where the file's flag is set and the template does not write it.
+    if template and maker.adds("bos") and not _writes(tokenizer, tokenizer.bos_token):
+        tokenizer.chat_template = "{{ bos_token }}" + template
+    return tokenizer
 
 
-class GGUFTokenizer:
-    """A tokenizer of the ``tokenizers`` package; transformers' own over it does what encoding one text does not need.
-
-    Importing transformers takes half a second: that is done where a chat is written, a batch encoded, or a token of a
-    requested role. Tokens with a role, by ``bos_token`` and the like, become special ones, as transformers makes them;
-    a text begins with BOS where ``begins`` is set.
-    """
-
-    def __init__(self, backend: Any, roles: Mapping[str, str], template: str | None, begins: bool) -> None:
-        from tokenizers import AddedToken
-
-        added = {token.content for token in backend.get_added_tokens_decoder().values()}
-        backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in added])
-        self._tokenizer, self._roles, self._template, self._begins = backend, roles, template, begins
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        """Return the ids of a text; ``options`` are those of transformers, which may leave its own in the backend."""
-        if options.keys() - {"add_special_tokens", "verbose"} or "whole" in vars(self):
-            return list(self.whole.encode(text, **options))
-        return list(self._tokenizer.encode(text, add_special_tokens=options.get("add_special_tokens", True)).ids)
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return ids by piece."""
-        return dict(self._tokenizer.get_vocab())
-
-    @property
-    def special_tokens_map(self) -> dict[str, Any]:
-        """Return tokens by role."""
-        return dict(self.whole.special_tokens_map) if "whole" in vars(self) else dict(self._roles)
-
-    @property
-    def chat_template(self) -> str | None:
-        """Return the template of chats, as `whole` has it."""
-        plain = not (self._template and self._begins) or _WRITES_BOS.match(self._template)
-        return self._template if plain and "whole" not in vars(self) else self.whole.chat_template
-
-    @cached_property
-    def whole(self) -> Any:
-        """Return a ``transformers.TokenizersBackend``."""
-        from tokenizers import Tokenizer, models
-        from transformers import TokenizersBackend
-
-        options = {"clean_up_tokenization_spaces": False, "chat_template": self._template, **self._roles}
-        whole = TokenizersBackend(tokenizer_object=Tokenizer(models.BPE()), **options)  # which it copies: an empty one
-        whole._tokenizer = self._tokenizer
-        # llama.cpp begins a chat with BOS where the file's flag is set and the template does not write it.
-        if self._template and self._begins and not _writes(whole, whole.bos_token):
-            whole.chat_template = "{{ bos_token }}" + self._template
-        return whole
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.whole, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.whole, name, value)
-
-    def __call__(self, *texts: Any, **options: Any) -> Any:
-        return self.whole(*texts, **options)
-
-    def __len__(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
-
-
-_WRITES_BOS = re.compile(r"\s*\{\{-?\s*bos_token\s*-?\}\}")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' word: the file's
 
 
-def _check_template(model: GGUF, template: Any) -> None:
+def _check_template(model: GGUF) -> None:
     import jinja2
 
     subject, remedy = f"the chat template in {model.path}", "repair the file's template, or convert the model again"
-    if template is None:
-        return
-    if not isinstance(template, str):
-        raise ConfigError(subject, f"it is {shown(template)}, no text", remedy)
+    template = model.metadata.get("tokenizer.chat_template", "")
     text = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # marks of transformers', for training
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
