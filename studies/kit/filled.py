@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
-from paceline.bench.encoding import SEPARATOR, Encoded
+from paceline.bench.encoding import Encoded
 from paceline.bench.workloads import Prompt, Workload, load
 from paceline.core.errors import ConfigError
 
@@ -39,15 +37,18 @@ class Filled(Encoded):
 
     def notes(self) -> list[str]:
         """What was cut and filled, in sentences; empty where prompts are as they were."""
-        said = f"{self.workload.name}: {len(self.filled)} of {self.count} prompts filled to {self.context:,} tokens"
-        return [*super().notes(), *([f"{said} with book text"] if self.filled else [])]
+        said = (
+            f"{self.workload.name}: {len(self.filled)} of {len(self.prompts)} prompts filled to {self.context:,} tokens"
+        )
+        return [*super().notes(), *([f"{said} tokens with book text"] if self.filled else [])]
 
-    def fit(self, prompt: Prompt, name: str, texts: Sequence[str]) -> list[int]:
-        ids, rendered = self.render(texts)
+    def fit(self, prompt: Prompt) -> list[int]:
+        text, name = prompt.turns[0], prompt.id
+        ids, rendered = self.render(text)
         own = len(ids)
         if own == self.context:
             return ids
-        pieces = self._pieces(texts, ids, rendered)
+        pieces = self._pieces(text, ids, rendered)
         _cut_oldest(pieces, self.context, name)
         missing = self.context - sum(map(len, pieces))
         # Apart, the pieces may be a token or so longer or shorter than together.
@@ -56,16 +57,13 @@ class Filled(Encoded):
         changed[name] = by
         return [*chain.from_iterable(pieces)]
 
-    def _pieces(self, texts: Sequence[str], ids: list[int], rendered: str) -> Pieces:
-        """The prompt apart into texts and what is around them."""
-        marks = [f"paceline{i:04d}mark" for i in range(len(texts))]
-        shown = SEPARATOR.join(marks)
-        if self.uses_template:
-            shown = self.render(marks)[1]
-        around = re.split("|".join(marks), shown)
-        for said in (list(texts), [text.strip() for text in texts]):  # most templates trim
-            parts = [part for pair in zip_longest(around, said, fillvalue="") for part in pair][:-1]
-            if re.findall("|".join(marks), shown) == marks and "".join(parts) == rendered:
+    def _pieces(self, text: str, ids: list[int], rendered: str) -> Pieces:
+        """The prompt apart into its text and what is around it."""
+        mark = "paceline0000mark"
+        around = (self.render(mark)[1] if self.uses_template else mark).split(mark)
+        for said in (text, text.strip()):  # most templates trim
+            parts = [around[0], said, around[-1]]
+            if len(around) == 2 and "".join(parts) == rendered:
                 pieces = [self._plain(part) for part in parts]
                 if not self.uses_template:  # what the tokenizer puts before and after plain text (BOS, say)
                     plain = self._plain(rendered)

@@ -123,13 +123,3 @@ def test_ids_are_those_that_the_model_computes(small: Any) -> None:
         else:
             seen = [output.prompt_token_ids for output in llm.generate(texts, once)]
         assert ids == seen, name
-
-
-def test_ids_of_a_second_turn_are_those_of_the_chat(small: Any) -> None:
-    made = asked("First?", " Second? \n")
-    turn = Encoded(made, small, max_model_len=LONG, max_new_tokens=1).next_turn(made.prompts[0], 1, ["An answer."])
-    talk = [("user", "First?"), ("assistant", "An answer."), ("user", " Second? \n")]
-    messages = [{"role": role, "content": text} for role, text in talk]
-    expected = small.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert list(turn.ids) == expected
-    assert turn.id == "a/2"

@@ -72,9 +72,9 @@ class Cell(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptIds:
-    """One prompt as it goes to every method: token ids, templates and earlier turns included."""
+    """One prompt as it goes to every method: token ids, templates included."""
 
-    id: str  # unique within the workload; "/2" at the end for a second turn
+    id: str  # unique within the workload
     ids: tuple[int, ...]
 
 

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from functools import partial
 from importlib import metadata
 from itertools import count, product, zip_longest
 from pathlib import Path
@@ -38,7 +37,7 @@ from ..train.files import writing
 from ..weights.source import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig
-from .encoding import Encoded, prompt_ids
+from .encoding import Encoded
 from .measure import Builder, EngineRunner, Group, model_facts
 from .records import Cell, Method, PromptIds, Report, Trial
 from .report import JSON_NAME, write_report
@@ -136,13 +135,16 @@ class Run:
         self._tell("preparing the prompts")
         if (waves := self.config.waves) > 1:
             self.notes.append(f"each place of a batch answers {waves} prompts in turn")
-        engine = partial(self._builder.llm, self._plain)
+        llm = self._builder.llm(self._plain)
         prepared: dict[tuple[str, int | None], list[PromptIds]] = {}
         for cell in cells:
             key = (cell.workload, cell.context)
             if key not in prepared:
-                prepared[key], notes = prompt_ids(self.config, loaded[cell.workload], engine, cell, self.encode)
-                self.notes += notes
+                lengths = {"max_model_len": llm.decoder.config.max_position, "max_new_tokens": cell.max_new_tokens}
+                lengths |= {} if cell.context is None else {"context": cell.context}
+                encoded = self.encode(loaded[cell.workload], llm.tokenizer, **lengths)
+                prepared[key] = encoded.prompts
+                self.notes += encoded.notes()
             prompts = prepared[key]
             self.groups[cell] = groups_of(cell, prompts, self.config.seed, self.config.waves)
             if spare := -len(prompts) % (cell.batch * self.config.waves):
@@ -245,7 +247,7 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
         ConfigError: a batch that the prompts of a workload cannot fill.
     """
     for batch, workload in product(config.batches, loaded):
-        if (many := sum(len(p.turns) for p in workload.prompts)) < batch * config.waves:
+        if (many := len(workload.prompts)) < batch * config.waves:
             wrong = f"{many} prompts were requested, of {workload.total} that there are"
             waves = f"{config.waves} waves of " if config.waves > 1 else ""
             raise ConfigError(f"{waves}batch {batch} of {workload.name}", wrong, "raise --prompts, or lower the batch")

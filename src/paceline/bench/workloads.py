@@ -48,7 +48,7 @@ class Prompt:
 
     id: Annotated[str, BeforeValidator(_id)]  # unique within the workload
     category: Annotated[str, StringConstraints(min_length=1)]
-    turns: Annotated[tuple[Text, ...], Field(min_length=1)]
+    turns: Annotated[tuple[Text, ...], Field(min_length=1)]  # the first is what is answered
     reference: tuple[str, ...] = ()  # accepted answers, where the source has any
     extra: dict[str, Any] = field(default_factory=dict)  # further keys of the record
 

@@ -1,8 +1,8 @@
 """Tool calls in a model's text, by the family of its chat template.
 
 The result depends on the text alone and never on the pieces in which it comes: a speculative step brings several
-tokens at once, and a client must see the same calls. So text is kept until it is clear what it is: a call comes whole,
-and text that turns out to be no call is content, in which further calls are looked for.
+tokens at once, and a client must see the same calls. So content streams up to where a call may begin; all after that is
+read when the text is complete. Text that turns out to be no call is content, in which further calls are looked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from types import NoneType
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -24,13 +24,9 @@ _FORMS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3": ("<|python_tag|>"
 FAMILIES = tuple(_FORMS)
 
 _SPACE = " \t\r\n"
-_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*", re.ASCII)
-_MAY_BE_NAMED = re.compile(r"[\w.\[\]-]*\s*", re.ASCII)
+_BLANK = re.compile(f"[{_SPACE}]*")
+_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
 _DECODER = json.JSONDecoder()
-
-
-class _Broken(Exception):
-    """Raised where the text is not a call."""
 
 
 class ToolParser:
@@ -41,153 +37,111 @@ class ToolParser:
     """
 
     def __init__(self, family: str) -> None:
-        self._family, (self._tag, self._close) = family, _FORMS[family]
-        self._pieces: list[ParsedPiece] = []
-        self._text = ""  # text that is not emitted yet, from where the next thing begins
-        self._blank = ""  # white space that is dropped where a call follows
-        self._called = False
-        # The next state: content up to a tag; a call or a list; a call; what may follow one.
-        self._stage: Literal["content", "open", "call", "after"] = "open" if family == "llama3" else "content"
-        self._held = ""  # passed over since the tag or the last call; content, where no call follows
-        self._in_list = False
-        self._name: str | None = None  # of the call at hand, where it stands in front of its arguments
+        self._family, self._text, self._emitted = family, "", 0  # characters of content that were returned
 
     def feed(self, text: str) -> list[ParsedPiece]:
-        """Read more text and return the content and calls that it completes.
-
-        Args:
-            text: the next part of the answer.
-        """
+        """Read the next part of the answer, and return the content that it adds in front of anything like a call."""
         self._text += text
-        while self._step(last=False):
-            pass
-        return self._take()
+        tag = _FORMS[self._family][0]
+        content, found, _ = self._text.partition(tag)
+        if not found:  # its beginning may stand at the end
+            begun = next(tag[:n] for n in range(len(tag) - 1, -1, -1) if content.endswith(tag[:n]))
+            content = content.removesuffix(begun)
+        content = content.rstrip(_SPACE)  # white space is dropped where a call follows
+        if self._family == "llama3" and content.lstrip(_SPACE)[:1] == "{":
+            return []
+        before, self._emitted = self._emitted, len(content)
+        return [content[before:]] if len(content) > before else []
 
     def end(self) -> list[ParsedPiece]:
-        """Return what the end of the text completes; call it once, after the last `feed`."""
-        while self._step(last=True):
-            pass
-        if not (self._called and self._held.strip() in ("", ",", ";")):
-            self._say_content(self._held)
-        if not self._called and self._blank:
-            self._pieces.append(self._blank)
-        return self._take()
+        """Return the rest of the content, and the calls; call it once, after the last `feed`."""
+        pieces = parse(self._family, self._text)
+        return [*filter(None, [str(pieces[0])[self._emitted :], *pieces[1:]])] if self._emitted else pieces
 
-    def _take(self) -> list[ParsedPiece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
-    def _say_content(self, text: str) -> None:
+def parse(family: str, text: str) -> list[ParsedPiece]:
+    """Return content and calls of a whole text, in order."""
+    tag, pieces, called, blank = _FORMS[family][0], list[ParsedPiece](), False, ""
+
+    def add(content: str) -> None:
         """Add content, but for white space at its end, which waits."""
-        text = self._blank + text
-        solid = text.rstrip(_SPACE)
-        self._blank = text[len(solid) :]
-        if solid:
-            self._pieces.append(solid)
+        nonlocal blank
+        solid = (blank + content).rstrip(_SPACE)
+        blank = (blank + content)[len(solid) :]
+        pieces.extend([solid] if solid else [])
 
-    def _pass(self, count: int) -> None:
-        self._held, self._text = self._held + self._text[:count], self._text[count:]
+    rest, at = 0, -1 if family != "llama3" else 0  # where text that is not emitted begins; where a call may begin
+    while True:
+        if at >= 0:
+            calls, rest, at = _calls(family, text, rest, at)
+            if calls:
+                pieces, called, blank = [*pieces, *calls], True, ""
+            if at == len(text) and called and text[rest:].strip() in ("", ",", ";"):
+                break
+        found = text.find(tag, max(at, 0))
+        add(text[rest : found if found >= 0 else len(text)])
+        if found < 0:
+            break
+        rest, at = found, found + len(tag)
+    return pieces if called or not blank else [*pieces, blank]
 
-    # -- steps: each returns whether to continue, and raises _Broken where a call should stand and none does
 
-    def _step(self, last: bool) -> bool:
-        if self._stage == "content":
-            return self._look_for_tag(last)
-        self._pass(len(self._text) - len(self._text.lstrip(_SPACE)))
-        if not self._text:
-            return False
-        try:
-            return {"open": self._open, "call": self._call, "after": self._after}[self._stage](last)
-        except _Broken:
-            self._break_off()
-            return True
+def _calls(family: str, text: str, rest: int, at: int) -> tuple[list[tuple[str, str]], int, int]:
+    """Read calls, or a list of them.
 
-    def _break_off(self) -> None:
-        """Emit what was held back as content, and read on as content."""
-        self._say_content(self._held)
-        self._held, self._stage, self._in_list, self._name = "", "content", False, None
+    Args:
+        rest: where the text begins that would be content if there is no call.
+        at: where the first call may begin.
 
-    def _look_for_tag(self, last: bool) -> bool:
-        content, tag, rest = self._text.partition(self._tag)
-        if not tag and not last:  # its beginning may stand at the end
-            held_back = next(n for n in range(len(self._tag) - 1, -1, -1) if content.endswith(self._tag[:n]))
-            content, rest = content[: len(content) - held_back], content[len(content) - held_back :]
-        self._say_content(content)
-        self._text = rest
-        if tag:
-            self._held, self._stage = tag, "open"
-        return bool(tag)
+    Returns:
+        The calls, and for the text after them ``rest`` and ``at``.
+    """
+    close, calls, name, listed = _FORMS[family][1], list[tuple[str, str]](), None, False
+    at = _blank(text, at)
+    if text[at : at + 1] == "[" and family != "llama3":
+        listed, at = True, at + 1
+    elif family == "mistral" and (match := _NAMED.match(text, at)) is not None:
+        name, at = match[1], match.end()
+    while True:
+        at = _blank(text, at)
+        if not (listed and not calls and text[at : at + 1] == "]"):  # else no call, in SmolLM2's words
+            try:
+                value, end = _DECODER.raw_decode(text, at)
+                from_json(text[at:end], allow_inf_nan=False)  # which is stricter
+                if not isinstance(value, dict):
+                    raise ValueError("it is not an object")
+                called, arguments = (name, value) if name is not None else _read(value)
+            except (ValueError, RecursionError):
+                return calls, rest, at
+            calls.append((called, json.dumps(arguments, ensure_ascii=False)))
+            rest = at = end
+        at = _blank(text, at)
+        if listed and text[at : at + 1] == "]":
+            listed, at = False, at + 1
+            rest = at if calls else rest
+            if not close:
+                return calls, rest, at
+            at = _blank(text, at)
+        separator = "," if listed else close
+        if not (separator and text.startswith(separator, at)):
+            cut_off = not listed and close.startswith(text[at:])
+            return (calls, len(text), len(text)) if cut_off else (calls, rest, at)
+        at += len(separator)
+        if separator not in (",", ";"):
+            return calls, at, at
 
-    def _open(self, last: bool) -> bool:
-        self._stage = "call"
-        if self._text[0] == "[" and self._family != "llama3":
-            self._in_list = True
-            self._pass(1)
-        elif self._text[0] != "{" and self._family == "mistral":
-            head, brace, _ = self._text.partition("{")
-            match = _NAMED.fullmatch(head)
-            if not brace and not last and _MAY_BE_NAMED.fullmatch(head):
-                self._stage = "open"
-                return False
-            if not brace or match is None:
-                raise _Broken
-            self._name = match[1]
-            self._pass(len(head))
-        return True
 
-    def _call(self, last: bool) -> bool:
-        text = self._text
-        if text[0] == "]" and self._held.rstrip(_SPACE).endswith("["):  # no call, in SmolLM2's words
-            self._pass(1)
-            self._stage, self._in_list = "after", False
-            return True
-        if text[0] != "{":
-            raise _Broken
-        try:
-            value, end = _DECODER.raw_decode(text)
-            from_json(text[:end], allow_inf_nan=False)  # which is stricter
-        except (ValueError, RecursionError):
-            if last or not _may_go_on(text):
-                raise _Broken from None
-            return False
-        name, arguments = (self._name, value) if self._name is not None else _read(value)
-        self._called, self._held, self._blank = True, "", ""
-        self._pieces.append((name, json.dumps(arguments, ensure_ascii=False)))
-        self._text, self._stage, self._name = text[end:], "after", None
-        return True
-
-    def _after(self, last: bool) -> bool:
-        for token in (",", "]") if self._in_list else (self._close,):
-            if token and self._text.startswith(token):
-                self._pass(len(token))
-                self._stage = "call" if token in (",", ";") else "after" if token == "]" and self._close else "content"
-                self._in_list = self._in_list and token == ","
-                if self._stage != "call":
-                    self._held = ""
-                return True
-            if token.startswith(self._text):  # it may come
-                self._text = "" if last else self._text
-                return False
-        raise _Broken
+def _blank(text: str, at: int) -> int:
+    """Return where white space ends."""
+    match = _BLANK.match(text, at)
+    return at if match is None else match.end()
 
 
 def _read(call: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a call."""
+    """Return name and arguments of a call; raises ValueError where it is none."""
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments or "{}", allow_inf_nan=False)
-        except ValueError:
-            raise _Broken from None
+        arguments = from_json(arguments or "{}", allow_inf_nan=False)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | NoneType):
-        raise _Broken
+        raise ValueError("it is not a call")
     return name, arguments or {}
-
-
-def _may_go_on(text: str) -> bool:
-    """Check that a text may be the beginning of an object."""
-    try:
-        from_json(text, allow_inf_nan=False, allow_partial=True)
-    except ValueError:
-        return False
-    return True
