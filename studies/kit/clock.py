@@ -12,15 +12,41 @@ from __future__ import annotations
 import heapq
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.runtime.clock import Late
+from paceline.runtime.wire import Late
 
 VIRTUAL = "virtual clock"  # stands beside every figure that one gave
+
+
+class Clock(Protocol):
+    """Seconds, from an arbitrary zero."""
+
+    def now(self) -> float:
+        """The seconds."""
+        ...
+
+    def sleep_until(self, when: float) -> None:
+        """Wait for a time; one that has gone by is not waited for."""
+        ...
+
+
+class RealClock:
+    """The system's monotonic clock, which all processes of a host share."""
+
+    def now(self) -> float:
+        """The seconds."""
+        return time.perf_counter()
+
+    def sleep_until(self, when: float) -> None:
+        """Wait for a time."""
+        while (rest_s := when - time.perf_counter()) > 0:
+            time.sleep(rest_s)
 
 
 class Stuck(PacelineError):

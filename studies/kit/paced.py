@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from paceline.draft.sessions import Expand, NewNodes
+from paceline.draft.sessions import DraftSessions, Expand, NewNodes
 from paceline.runtime import draft_worker
-from paceline.runtime.clock import Clock
 from paceline.runtime.drafts import DraftService
+from paceline.runtime.handshake import Facts
 from paceline.runtime.remote import WorkerSpec
+
+from .clock import Clock, RealClock
 
 
 class Pace:
@@ -41,13 +43,23 @@ class PacedDrafts(DraftService):
     """Draft sessions whose levels take a given time.
 
     Args:
+        sessions, facts, more: as of `DraftService`.
+        clock: real or virtual.
         seconds: of a level, by the nodes that it expands.
-        given: as of `DraftService`.
     """
 
-    def __init__(self, *given: Any, seconds: Callable[[int], float], **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._pace = Pace(self._clock, seconds)
+    def __init__(
+        self,
+        sessions: DraftSessions,
+        facts: Facts,
+        clock: Clock | None = None,
+        *,
+        seconds: Callable[[int], float],
+        **more: Any,
+    ) -> None:
+        clock = clock or RealClock()
+        super().__init__(sessions, facts, clock.now, **more)
+        self._pace = Pace(clock, seconds)
 
     def _level(self, asks: Sequence[Expand]) -> list[NewNodes]:
         if not asks:

@@ -19,10 +19,10 @@ from paceline.core.inference import inference
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
 from paceline.draft.sessions import DraftSessions, Expand, NewNodes, Pending
 from paceline.model.stages import Frame, Stage, StagesInTurn
-from paceline.runtime.clock import Clock, Late
 from paceline.runtime.stage_workers import InFlight, Sent
+from paceline.runtime.wire import Late
 
-from .clock import Mailbox, VirtualClock
+from .clock import Clock, Mailbox, VirtualClock
 from .links import Link
 from .paced import Pace
 from .timeline import Timeline

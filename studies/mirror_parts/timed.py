@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kit import figures
+from kit.clock import RealClock
 from kit.figures import Panel, Series
 from kit.grid import apart
 from kit.paced import Pace, paced_drafters
@@ -22,7 +23,6 @@ from mirror_parts.forecast import ALONE, Forecast, Parts, Step, after, forecast,
 from paceline import LLM
 from paceline.bench.methods import parse_method
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.runtime.clock import RealClock
 from paceline.runtime.placement import cores, pin
 
 STRETCHED: dict[str, Any] = {"times": 8, "draft_times": 4}

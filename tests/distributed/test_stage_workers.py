@@ -152,7 +152,8 @@ def test_a_message_that_is_interrupted_costs_its_stage_and_no_token() -> None:
 
 def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, stage_line, ticks = over_threads(3, drafter())
-    monkeypatch.setattr("paceline.runtime.hanging.HANG_S", 0.2)
+    monkeypatch.setattr("paceline.runtime.workers.HANG_S", 0.2)
+    monkeypatch.setattr("paceline.runtime.workers.HANG_ROW_S", 0.01)
     stage, silent = stage_line.workers[0], []
     whole = stage.service.stage.run
 
@@ -160,7 +161,6 @@ def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(ticks) >= 10 and not silent:  # ticks end in another thread: this one may never see just the tenth
             silent.append(frame)
             time.sleep(2.5)
-        time.sleep(0.7 if not ticks else 0)  # as a first frame may take: no later one is waited for any longer
         return whole(frame)
 
     stage.service.stage.run = computing

@@ -214,7 +214,7 @@ def hand() -> Iterator[Hand]:
 
 def watched(hand: Hand, timeouts: Timeouts | None = None, **expected: str) -> Remote:
     spec = replace(SPEC, expected=Facts(version=expected.pop("version", ""), **expected))
-    worker = Remote(spec, timeouts or Timeouts(start_s=20.0), hand.launch, hand.clock)
+    worker = Remote(spec, timeouts or Timeouts(start_s=20.0), hand.launch, hand.clock.now)
     worker.poll()
     return worker
 

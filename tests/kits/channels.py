@@ -9,12 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kit.clock import Mailbox
+from kit.clock import Mailbox, RealClock
 from kit.links import Link
 
-from paceline.runtime.clock import Late, RealClock
 from paceline.runtime.serving import serve
-from paceline.runtime.wire import decode, encode
+from paceline.runtime.wire import Late, decode, encode
 
 log = logging.getLogger(__name__)
 

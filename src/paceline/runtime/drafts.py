@@ -10,6 +10,7 @@ calls off the levels that are left of it, so that a rollout ends with the verdic
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from ..core.errors import PacelineError
 from ..core.grammar import Grammar, Matcher
 from ..draft.local_sessions import LocalGrowing
 from ..draft.sessions import DraftSessions, Expand, NewNodes, Opening, Pending
-from .clock import Clock, RealClock
 from .handshake import Facts
 from .remote import Remote, receive, send
 from .serving import Service
@@ -66,7 +66,7 @@ class DraftService(Service):
     Args:
         sessions: of a drafter that is bound.
         facts: about it.
-        clock: by which levels are timed.
+        clock: the time in seconds, by which levels are timed.
         matcher: compiles a request's grammar; None: drafts follow none.
     """
 
@@ -74,10 +74,10 @@ class DraftService(Service):
         self,
         sessions: DraftSessions,
         facts: Facts,
-        clock: Clock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         matcher: MakeMatcher | None = None,
     ) -> None:
-        self.sessions, self.facts, self._clock = sessions, facts, clock or RealClock()
+        self.sessions, self.facts, self._clock = sessions, facts, clock
         self._matcher = matcher
         self._growths: deque[LocalGrowing] = deque()
 
@@ -106,7 +106,7 @@ class DraftService(Service):
         if not self._growths:
             return None
         growth = self._growths[0]
-        growth.advance(self._level, self._clock.now)
+        growth.advance(self._level, self._clock)
         if growth.done:
             self._growths.popleft()
         return [Grew(growth.ticket, growth.levels[-1], growth.done, *growth.times[-1])]

@@ -19,7 +19,6 @@ from ..model.adapters import AdapterRange, LowRank
 from ..model.base import KVCache
 from ..model.joins import Collectives
 from ..model.parallel import Run
-from .hanging import HangLimit
 from .rank_service import Adapter, Clear
 from .remote import LOOK_S, Remote
 from .workers import Workers
@@ -38,7 +37,7 @@ class RankWorkers(Workers):
 
     def __init__(self, workers: Sequence[Remote], joins: Collectives) -> None:
         super().__init__(workers)
-        self.joins, self._limit, self._all = joins, HangLimit(), range(len(workers))
+        self.joins, self._all = joins, range(len(workers))
         self.runs = 0  # that came through
         self._epoch, self._clear = 0, True  # whether the ranks are to be sent the epoch
         self._begun = False  # a run, which has not come through
@@ -79,11 +78,10 @@ class RankWorkers(Workers):
         self.send_to(self._all, whole)
         self._moves = []
         self._dropped.clear()
-        self.joins.wait(self._limit.seconds(self._rows))
+        self.joins.wait(self.limit_s(self._rows))
 
     def done(self) -> None:
         """Note that the ranks have completed the run."""
-        self._limit.note(self._rows, time.monotonic() - self._began)
         self._before.clear()
         self._begun = False
         self.runs += 1

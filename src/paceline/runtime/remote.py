@@ -20,10 +20,9 @@ from typing import Any
 import zmq
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError
-from .clock import Clock, Late, RealClock
 from .handshake import BEGIN, Begin, Facts, Fault, Hello, Refused, compare
 from .placement import Placement
-from .wire import Line, MessageError, listening
+from .wire import Late, Line, MessageError, listening
 
 LOOK_S = 0.05  # between two looks at a worker that is well
 LAST_S = 1.0  # for the last message of a process that has ended
@@ -134,7 +133,7 @@ class Remote:
         spec: what it is.
         timeouts: how long it is waited for.
         launch: how it is started: here, or on another host (`ray_cluster`).
-        clock: its time.
+        clock: the time in seconds.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Remote:
         spec: WorkerSpec,
         timeouts: Timeouts | None = None,
         launch: Launch = LocalHandle,
-        clock: Clock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spec, self.timeouts = spec, timeouts or Timeouts()
         self.line: Line | None = None  # to it, while it is ready
@@ -151,10 +150,10 @@ class Remote:
         self.starts = 0
         self.busy_s = 0.0  # at its current piece of work, by its last heartbeat ..
         self.silent_s = 0.0  # .. which came so long ago
-        self._launch, self._clock = launch, clock or RealClock()
+        self._launch, self._clock = launch, clock
         self._handle: Handle | None = None
         self._refused: ConfigError | None = None
-        self._next = self._clock.now()  # when to start it
+        self._next = self._clock()  # when to start it
         self._since = self._looked = 0.0
         self._in_a_row = 0
         self._stopped = False
@@ -195,7 +194,7 @@ class Remote:
         """
         if self._refused is not None:
             raise copy(self._refused)
-        now = self._clock.now()
+        now = self._clock()
         if self._stopped or (self.line is not None and now - self._looked < LOOK_S):
             return self.line is not None
         self.silent_s += min(now - self._looked, MOST_SILENT_S)
@@ -219,7 +218,7 @@ class Remote:
         """
         if self._handle is None:
             return
-        now = self._clock.now()
+        now = self._clock()
         healthy = self.line is not None and now - self._since - self.silent_s > self.timeouts.healthy_s
         self._in_a_row = 1 if healthy else self._in_a_row + 1
         process = "" if self.pid is None else f" (pid {self.pid}{self.host and f' on {self.host}'})"
@@ -293,7 +292,7 @@ class Remote:
                 compare(name, self.spec.expected, hello.facts)
             except ConfigError as error:
                 self._refuse(error)
-            self.line, self.hello, self._since = handle.line, hello, self._clock.now()
+            self.line, self.hello, self._since = handle.line, hello, self._clock()
 
     def _refuse(self, error: ConfigError) -> None:
         self._refused = copy(error)  # the exception holds frames, and they hold this worker

@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 import zmq
 
 from ..core.errors import ConfigError
-from .clock import Late
 from .handshake import Begin, Facts, Fault, Hello, Refused
-from .wire import Line, MessageError, connected, use_folder_of
+from .wire import Late, Line, MessageError, connected, use_folder_of
 
 
 class Service:

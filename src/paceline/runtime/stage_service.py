@@ -17,11 +17,10 @@ import zmq
 from ..core.errors import WorkerRestarted
 from ..core.inference import inference
 from ..model.stages import Frame, Stage
-from .clock import Late
 from .handshake import Facts
 from .messages import Compute, Dropped, Ready, Verdicts
 from .serving import Service
-from .wire import Line, connected, listening
+from .wire import Late, Line, connected, listening
 
 
 class StageService(Service):

@@ -22,11 +22,9 @@ import zmq
 
 from ..core.errors import WorkerRestarted
 from ..model.stages import Frame, Stage
-from . import hanging
-from .clock import Late
 from .messages import Clear, Compute, Dropped, Ready, Verdicts
 from .remote import LOOK_S, Remote, WorkerFailed, receive
-from .wire import Line, connected, listening
+from .wire import Late, Line, connected, listening
 from .workers import Workers
 
 RANKS_S = 2.0  # a stage of ranks is waited for so much longer: it is to name one that hangs first, and end it
@@ -96,7 +94,6 @@ class StageWorkers(Workers):
         self._first = ""  # address of the first stage's frames ..
         self._out: Line | None = None  # .. and the line to it
         self._in_flight = InFlight(self.count)
-        self._limit = hanging.HangLimit()
         self._late = 0  # frames in a row that were lost, and no stage was at fault
         self._clear = True  # whether the stages are to be sent the epoch
         self._waits: set[int] = set()  # stages whose `Ready` is awaited
@@ -148,16 +145,15 @@ class StageWorkers(Workers):
             except Late:  # the stages are looked at, and the frame is waited for again
                 self.look()
             waited = time.monotonic() - began
-            if waited > self._limit.seconds(due.rows) + self._ranks_s:
+            if waited > self.limit_s(due.rows) + self._ranks_s:
                 self._too_late(due.rows, waited)
         self._in_flight.came(message.seconds)
-        self._limit.note(due.rows, max(time.monotonic() - began, message.seconds * len(self.workers)))
         return message.frame
 
     def _too_late(self, rows: int, waited: float) -> NoReturn:
         """Raise as `tick`; the stage that is at its work, or silent, for longest hangs."""
         worker = max(self.workers, key=_still_s)
-        if (still := _still_s(worker)) > hanging.HANG_S / 2:
+        if (still := _still_s(worker)) > waited / 2:
             worker.failed(f"hangs: at {rows} rows for {still:.1f} s")
         self.look()
         why = f"no stage returns {rows} rows for {waited:.1f} s"

@@ -23,13 +23,16 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic_core import to_json
 
 from ..core.errors import ConfigError, PacelineError
-from .clock import Late
 
 SPIN_S = 0.005  # for which a message is looked for before its receiver sleeps: a stage's pass on a small model
 LINGER_MS = 200  # for which what was sent may still leave after its socket was closed
 ALIGNED = 8  # bytes of the largest number of a tensor
 _NUMBERS = count()
 _FOLDER: list[str] = []  # of sockets, once there is one
+
+
+class Late(PacelineError, TimeoutError):
+    """Nothing came in time."""
 
 
 class MessageError(PacelineError):

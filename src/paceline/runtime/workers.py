@@ -15,6 +15,7 @@ from ..core.errors import WorkerRestarted
 from .remote import LOOK_S, Remote, Timeouts, WorkerFailed, receive, send
 
 SEND_S = 3.0  # for which one may take no message
+HANG_S, HANG_ROW_S = 10.0, 1.0  # of a pass, after which one is taken to hang, and more for each of its rows
 TIMEOUTS = Timeouts(start_s=600.0, stuck_s=3600.0)  # their work is timed by its rows
 
 
@@ -84,6 +85,10 @@ class Workers:
         for worker in self.workers:
             worker.poll()
         return [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
+
+    def limit_s(self, rows: int) -> float:
+        """Return the seconds for which a pass of so many rows is waited for."""
+        return HANG_S + HANG_ROW_S * rows
 
     def on_lost(self) -> None:
         """Note that one was lost."""

@@ -20,7 +20,6 @@ from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
 from ..core.outputs import Chunk
-from ..runtime.clock import Late
 from ..runtime.handshake import Fault
 from ..runtime.placement import Placement
 from ..runtime.remote import Remote, Timeouts, WorkerSpec
@@ -35,7 +34,7 @@ from ..runtime.requests import (
     Submit,
     Updates,
 )
-from ..runtime.wire import Line, MessageError
+from ..runtime.wire import Late, Line, MessageError
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.05  # between two looks at the engine
