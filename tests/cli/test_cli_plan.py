@@ -51,7 +51,6 @@ def test_a_gguf_file_is_planned_as_it_is_stored(run: Any, tmp_path: Path) -> Non
     [
         (("--target", "llama-3-7b"), "Did you mean 'llama-3-70b'? Known models: llama-2-7b"),
         (("--context", "131073"), "Give 1 to 131072"),
-        (("--tau", "spire=9"), "Give 1 to 5"),
         (("--draft", "nobody"), "no such model"),
     ],
 )

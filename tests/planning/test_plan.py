@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.plan import given_acceptance, reason
+from paceline.cli.plan import reason
 from paceline.core.tables import read_table
 from paceline.plan import acceptance, machines, models, plan, throughput
 from paceline.plan.acceptance import Acceptance
@@ -29,7 +29,9 @@ def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) ->
 
 
 def form(q: PlanRequest, drafter: str, depth: int = 4) -> RankedDrafter:
-    return plan.predict(q, drafter, depth, 1, q.assumptions()[drafter])
+    return plan.predict(
+        q, drafter, depth, 1, acceptance.assumed(q.target.name, q.draft.name if q.draft else None, q.context)[drafter]
+    )
 
 
 def test_the_fastest_comes_first_and_plain_is_one() -> None:
@@ -59,14 +61,6 @@ def test_streams_are_no_deeper_than_their_set_and_their_rows_have_a_price() -> N
     assert form(question(), "streams").rows == 15
     few = embedded(batch=1, context=128)
     assert form(few, "streams").round.verify > 1.2 * form(few, "ngram").round.verify
-
-
-def test_what_the_user_says_of_acceptance_counts() -> None:
-    said = given_acceptance(["spire=3", "ngram=5@8"])
-    asked = question(acceptance=said)
-    assert form(asked, "spire").tau == pytest.approx(3) and form(asked, "ngram", 8).tau == pytest.approx(5)
-    assert asked.assumptions()["spire"].source == "--tau spire=3"
-    assert form(asked, "magicdec").tau == pytest.approx(3.891)
 
 
 @given(st.floats(0, 1), st.integers(1, 64))

@@ -12,9 +12,8 @@ import typer
 from rich.table import Table
 
 from ..core.errors import ConfigError
-from ..core.options import named_values, shown, suggest
+from ..core.options import shown, suggest
 from ..plan import machines, models
-from ..plan.acceptance import Acceptance, accept_of
 from ..plan.models import ModelSizes
 from ..plan.plan import DRAFTERS, PLAIN, RIDING, PlanRequest, RankedDrafter, rank
 from ..plan.throughput import pass_cost
@@ -27,7 +26,6 @@ app = typer.Typer(add_completion=False)
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder."
-TAU_DEPTH = 4  # of a --tau that names no depth: the k of SPIRe
 DEAR = 1.05  # a verification that costs more plain passes than this is reported
 HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
 Stored = Literal["float32", "bfloat16", "float16", "int8", "fp8", "int4"]
@@ -50,22 +48,13 @@ def plan(
         typer.Option(help="How weights are stored.", show_default="a GGUF file's own types, else bfloat16"),
     ] = None,
     kv: Annotated[Stored, typer.Option(help="How keys and values are stored.")] = "bfloat16",
-    tau: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DRAFTER=T[@K]",
-            help="Mean tokens a round of drafts of K tokens (default: 4), in the place of what is known or assumed. "
-            "Repeat it.",
-        ),
-    ] = None,
     *,
     question: dict[str, Any],
 ) -> None:
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
-    (docs/planning.md). The acceptance of drafts is that of measured pairs, else an assumption, which is marked;
-    --tau takes your own.
+    (docs/planning.md). The acceptance of drafts is that of measured pairs, else an assumption, which is marked.
 
     Examples:
         paceline plan --target llama-3.1-8b --machine h100
@@ -81,7 +70,6 @@ def plan(
         draft=None if drafting is None else resolve(drafting),
         weight_bytes=None if weights is None else BYTES[weights],
         kv_bytes=BYTES[kv],
-        acceptance=given_acceptance(tau or ()),
         **question,
     )
     show(request, rank(request))
@@ -107,7 +95,7 @@ def show(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> None:
     needed = math.ceil(best.holds / have)
     room = "fits" if needed <= 1 else f"does not fit: {needed} devices would hold it; figures are as if it did"
     console.print(f"{best.drafter} holds {best.holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}", markup=False)
-    console.print("acceptance (a token's chance; --tau DRAFTER=T changes it):")
+    console.print("acceptance (a token's chance):")
     for row in ranked:
         if (has := row.acceptance) is not None:
             origin = "" if has.own else "assumed, since nobody measured this pair: "
@@ -133,26 +121,6 @@ def reason(q: PlanRequest, row: RankedDrafter) -> str:
     if (verify := took.verify / took.plain) > DEAR:
         words += f"; verifying {row.rows} rows takes {verify:.2g} passes, {bound(row.rows)}-bound"
     return words
-
-
-def given_acceptance(taus: Sequence[str]) -> dict[str, Acceptance]:
-    """Return the acceptance that ``--tau`` sets: ``spire=3.4``, or ``spire=3.4@8`` of drafts of 8 tokens.
-
-    Raises:
-        ConfigError: an unknown drafter, or no number.
-    """
-    acceptances = {}
-    for name, text in named_values("--tau", taus).items():
-        subject, (tau, _, depth) = f"--tau {name}={text}", text.partition("@")
-        if name not in DRAFTERS:
-            raise ConfigError(subject, "the planner has no model of such a drafter", suggest(name, DRAFTERS, "drafter"))
-        try:
-            tokens, levels = float(tau), int(depth or TAU_DEPTH)
-        except ValueError as error:
-            remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
-            raise ConfigError(subject, "it is not a number of tokens a round", remedy) from error
-        acceptances[name] = Acceptance(accept=accept_of(tokens, levels), source=subject)
-    return acceptances
 
 
 def resolve(text: str) -> ModelSizes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import product
 
 from ..core.errors import ConfigError
@@ -38,7 +37,6 @@ class PlanRequest:
     draft: ModelSizes | None = None  # None: half the target's layers and width, as in SPIRe's comparison
     weight_bytes: float | None = None  # of a stored weight; None: as the model's files
     kv_bytes: float = 2.0  # of a stored number of K/V
-    acceptance: Mapping[str, Acceptance] = field(default_factory=dict)  # by drafter, in the place of what is assumed
 
     def __post_init__(self) -> None:
         check(self)
@@ -56,13 +54,6 @@ class PlanRequest:
     def seconds(self, network: ServedModel, rows: int) -> float:
         """Return the seconds of a pass over so many rows of each sequence."""
         return pass_seconds(network, self.machine, self.batch, self.context, rows)
-
-    def assumptions(self) -> dict[str, Acceptance]:
-        """Return the acceptance of every drafter; requested values do not change a draft's size or window."""
-        table = assumed(self.target.name, self.draft.name if self.draft else None, self.context)
-        for name, entry in self.acceptance.items():
-            table[name] = replace(table[name], accept=entry.accept, source=entry.source, own=True)
-        return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +80,7 @@ class RankedDrafter:
 def rank(q: PlanRequest) -> list[RankedDrafter]:
     """Return the best form of each drafter and plain decoding, the fastest first."""
     ranked = [predict(q, PLAIN, 0, 1, None)]
-    for name, accepted in q.assumptions().items():
+    for name, accepted in assumed(q.target.name, q.draft.name if q.draft else None, q.context).items():
         forms = product(DEPTHS[: accepted.deepest], WIDTHS if name in TREES else (1,))
         predictions = [predict(q, name, depth, width, accepted) for depth, width in forms]
         ranked.append(max(predictions, key=lambda one: one.multiplier))

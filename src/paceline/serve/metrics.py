@@ -12,14 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 disable_created_metrics()  # without a sample of the time at which each metric was made
 OWN = "paceline"
 BASE = "base"  # the application of requests that name none; Prometheus takes an empty label for none
-NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # upper bounds of the nodes drafted in a step
 GAUGES = {
     "num_requests_running": "Sequences that are running.",
     "num_requests_waiting": "Sequences that wait.",
@@ -100,36 +98,10 @@ def own_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
                 yield "source_accepted_tokens_per_pos", words, labels | {"position": str(position)}, value
 
 
-class _DraftNodes(Collector):
-    """The nodes drafted in the steps of a sequence, as the engine has counted them.
-
-    Args:
-        labels: of every metric of the server.
-    """
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-        self.stats: Mapping[str, Any] | None = None  # of the engine at the last update
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the histogram; nothing before the first update."""
-        if self.stats is None:
-            return
-        steps = {int(drafted): sum(row) for drafted, row in self.stats["accepted_by_drafted"].items()}
-        steps[0] = self.stats["passes"] - sum(steps.values())
-        bounds = [*map(float, NODES), float("inf")]
-        below = [float(sum(count for drafted, count in steps.items() if drafted <= bound)) for bound in bounds]
-        buckets = [*zip([*map(str, bounds[:-1]), "+Inf"], below, strict=True)]
-        words = "Nodes drafted in a step of a sequence."
-        family = HistogramMetricFamily(f"{OWN}:draft_nodes", words, labels=[*self._labels])
-        family.add_metric([*self._labels.values()], buckets, self.stats["drafted"])
-        yield family
-
-
 class Metrics:
     """The metrics of a server.
 
-    Its counters only grow, also when its engine is restarted; ``draft_nodes`` alone starts again with a new engine.
+    Its counters only grow, also when its engine is restarted.
 
     Args:
         model: its name for clients.
@@ -152,8 +124,6 @@ class Metrics:
         self._failed = Gauge(f"{OWN}:drafter_failed", words, **common)
         self._counters: dict[str, Counter] = {}  # each is made when an engine first reports it
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}  # values of the present engine's counters
-        self._nodes = _DraftNodes(self._labels)
-        self._registry.register(self._nodes)
 
     def ended(self, stats: Mapping[str, Any], whole_s: float, prompt: int, tokens: int, samples: int) -> None:
         """Count a request that has ended.
@@ -192,7 +162,6 @@ class Metrics:
         for gauge, value in zip(self._gauges.values(), (engine["running"], engine["waiting"], used), strict=True):
             gauge.labels(**self._labels).set(value)
         self._failed.labels(**self._labels).set(engine["speculation"].get("failure") is not None)
-        self._nodes.stats = engine["stats"]
         for prefix, counts in ((self._shared, shared_counts(engine)), (OWN, own_counts(engine))):
             for name, words, labels, value in counts:
                 all_labels, key = self._labels | labels, (name, (*labels.values(),))
