@@ -1,4 +1,4 @@
-"""A target's answers as token ids alone, small enough to keep: packs files of `train answers`, and unpacks them.
+"""A target's answers as token ids alone, small enough to keep: packs files of `answer_prompts.py`, and unpacks them.
 
     .venv/bin/python tools/answer_ids.py pack ANSWERS/*.jsonl --out FOLDER
     .venv/bin/python tools/answer_ids.py unpack FOLDER/*.ids.xz --target MODEL --data DATA --out ANSWERS
@@ -7,7 +7,7 @@
 With `--held-out N NAME..` the last N answers of these files are in files of their own, `held-NAME.jsonl`, for
 evaluations.
 What is kept is what made the file and the ids that the target said, a hundredth of the bytes. Prompts and texts come
-from the same data and the target's tokenizer; `paceline train answers` then goes on with the unpacked file.
+from the same data and the target's tokenizer; `tools/answer_prompts.py` then goes on with the unpacked file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from answer_prompts import AnswerConfig, choose, making, sidecar
 
+from paceline.adapt.answering import answer_line
 from paceline.core.errors import ConfigError
-from paceline.train.answers import AnswerConfig, answer_line, choose, making, sidecar
 from paceline.train.data import Encoder, SourceSpec
 from paceline.weights.source import load_tokenizer, resolve_folder
 

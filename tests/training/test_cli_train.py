@@ -15,16 +15,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toolkit import CONTEXT, losses, write_target
+from toolkit import losses
 from typer.testing import CliRunner, Result
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
 from paceline.cli.console import ProgressLine
-from paceline.train.answers import sidecar
-from paceline.train.data import Encoder, SourceSpec, load_source
 from paceline.train.trainer import CHECKPOINT
-from paceline.weights.source import load_tokenizer
 
 SHAPE = {"layers": 1, "d_model": 32, "d_ff": 48, "heads": 2, "kv_heads": 2}
 STEPS = {"steps": 8, "warmup": 2, "precision": "fp32", "evaluate_every": 4}
@@ -169,65 +166,3 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     for folder in (out, tmp_path / "whole"):
         assert stopped(step + 3, lambda folder=folder: run(*args, "--out", folder)).exit_code == 130
     assert losses_with_steps(out).items() <= losses_with_steps(tmp_path / "whole").items()
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def test_answers_are_the_targets_own_and_train_a_draft(
-    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    """Greedy, whole, gone on with by a higher limit; what trains on them reads the very ids."""
-    out = tmp_path / "deep" / "answers.jsonl"
-    args = ["answers", "--target", target, "--data", data, "--out", out, "--length", "40", "--batch", "2"]
-    first = run(*args, "--limit", "5")
-    assert first.exit_code == 0, first.output
-    assert "5 answers in" in said(first)
-    five = out.read_bytes()
-    out.write_bytes(five + b'{"prompt": "half a li')  # as a killed process leaves it
-    assert run(*args, "--limit", "9").exit_code == 0
-    assert out.read_bytes().startswith(five)
-    made = records(out)
-    assert len(made) == 9
-    llm = LLM(str(target))
-    params = SamplingParams(max_tokens=40 - len(made[6]["prompt_tokens"]), temperature=0)
-    wanted = llm.generate([{"prompt_token_ids": made[6]["prompt_tokens"]}], params)[0].outputs[0].token_ids
-    assert made[6]["completion_tokens"] == list(wanted)
-    encoder = Encoder(load_tokenizer(target), CONTEXT)
-    read = load_source(SourceSpec(file=str(out)), encoder)
-    assert [e.tokens.tolist() for e in read] == [r["prompt_tokens"] + r["completion_tokens"] for r in made]
-    facts = json.loads(sidecar(out).read_text("utf-8"))
-    assert (facts["source"], facts["temperature"], facts["piece"], facts["seed"]) == ("boxes.jsonl", 0.0, 40, 0)
-    (out.parent / "boxes.jsonl").write_bytes(out.read_bytes())
-    done = run(write_recipe(tmp_path), "--target", target, "--data", out.parent, "--out", tmp_path / "draft")
-    assert done.exit_code == 0, done.output
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--temperature", "0.5"], "their temperature is 0.0, this command's 0.5"),
-        (["--target", "other"], "their target is"),
-        (["--data", "other"], "their source is 'boxes.jsonl', this command's 'story.txt'"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_answers_of_another_making_are_not_gone_on_with(
-    change: list[str], message: str, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "a.jsonl"
-    args = ["answers", "--target", target, "--data", data, "--out", out, "--length", "40", "--limit", "2"]
-    assert run(*args).exit_code == 0
-    kept = out.read_bytes()
-    if change[0] == "--target":
-        change = ["--target", str(write_target(tmp_path / "other", data, seed=5))]
-    if change[0] == "--data":
-        args, change = [a for a in args if a not in ("--data", data)], ["--data", str(data.parent / "story.txt")]
-    done = run(*args, *change)
-    assert (done.exit_code, message in said(done)) == (2, True), done.output
-    assert out.read_bytes() == kept
-    sidecar(out).unlink()
-    done = run(*args, *change)
-    assert (done.exit_code, "which has their settings, cannot be read" in said(done)) == (2, True)
-    assert out.read_bytes() == kept

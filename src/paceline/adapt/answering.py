@@ -7,23 +7,27 @@ about what the model was trained for: they are learned from in addition to the u
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..api.llm import LLM
 from ..core.sampling import SamplingParams
 from ..engine.tokens import chat_ids
-from ..train.answers import Answer
+from ..train.files import writing
 
+# ids of prompts, and a seed of each -> ids of their answers
+Answer = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
 PLACE = "\ue000"  # stands for a user's words in a template
 DRAWN_TOKENS = 64  # most, of a prompt that the model draws
 DRAWN_LEAST = 4
 
 
 def answerer(llm: LLM, room: int, temperature: float, most: int | None = None) -> Answer:
-    """Return a function that answers prompts for `train.answers.write`.
+    """Return a function that answers prompts for `write`.
 
     Args:
         room: most tokens of prompt and answer together.
@@ -41,6 +45,55 @@ def answerer(llm: LLM, room: int, temperature: float, most: int | None = None) -
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return answer
+
+
+def write(
+    path: Path,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: Any,
+    answer: Answer,
+    seed: int,
+    batch: int,
+    going: Callable[[], bool] = lambda: True,
+) -> int:
+    """Answer prompts into a JSONL file, and return how many it holds; those that it holds already are kept.
+
+    Whole lines are written batch by batch, so that it can be continued after any stop.
+
+    Args:
+        prompts: token ids of each.
+        answer: the target. A prompt's seed depends on the run's ``seed`` and its place in the file alone.
+        batch: prompts handed over together: many more than are answered at a time, since the last ones wait for the
+            longest answer.
+        going: whether to answer another batch.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    if rest := len(data) - data.rfind(b"\n") - 1:  # half a line, of a killed process
+        os.truncate(path, len(data) - rest)
+    done = data.count(b"\n")
+    while done < len(prompts) and going():
+        part = prompts[done : done + batch]
+        marks = (f"{seed} {done + i}".encode() for i in range(len(part)))  # no two prompts share their noise
+        seeds = [int.from_bytes(hashlib.sha256(one).digest()[:6], "little") for one in marks]
+        lines = [answer_line(tokenizer, *pair) for pair in zip(part, answer(part, seeds), strict=True)]
+        with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
+            handle.write("".join(lines))
+        done += len(part)
+    return done
+
+
+def answer_line(tokenizer: Any, ids: Sequence[int], answer: Sequence[int]) -> str:
+    """Return the line of one ``answer`` to the prompt ``ids``."""
+    record = {
+        "prompt": tokenizer.decode(list(ids)),
+        "completion": tokenizer.decode(list(answer), skip_special_tokens=True),
+        "prompt_tokens": list(ids),
+        "completion_tokens": list(answer),
+    }
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def tokens_in(file: Path) -> tuple[int, int]:

@@ -27,7 +27,6 @@ from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods, with_plain
 from ..bench.run import Run
 from ..core.errors import ConfigError, StorageError
-from ..train.answers import write
 from ..train.data import SourceSpec, sha256
 from ..train.files import writing
 from ..weights.files import fingerprint, free_bytes
@@ -145,16 +144,7 @@ class Adaptation:
             self.show("answering", f"{self.tokens:,} tokens")
             return answers
 
-        write(
-            file,
-            prompts,
-            {"round": number},
-            self.tokenizer,
-            answer_and_show,
-            self.config.seed + number,
-            BATCH,
-            going=going,
-        )
+        answering.write(file, prompts, self.tokenizer, answer_and_show, self.config.seed + number, BATCH, going)
         self.tokens = before + answering.tokens_in(file)[0]
 
     @property
