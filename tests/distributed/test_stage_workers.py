@@ -152,8 +152,7 @@ def test_a_message_that_is_interrupted_costs_its_stage_and_no_token() -> None:
 
 def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, stage_line, ticks = over_threads(3, drafter())
-    monkeypatch.setattr("paceline.runtime.workers.HANG_S", 0.2)
-    monkeypatch.setattr("paceline.runtime.workers.HANG_ROW_S", 0.01)
+    monkeypatch.setattr("paceline.runtime.stage_workers.StageWorkers.limit_s", lambda self, rows: 0.2)
     stage, silent = stage_line.workers[0], []
     whole = stage.service.stage.run
 

@@ -43,10 +43,10 @@ class ToolParser:
         """Read the next part of the answer, and return the content that it adds in front of anything like a call."""
         self._text += text
         tag = _FORMS[self._family][0]
-        content, found, _ = self._text.partition(tag)
-        if not found:  # its beginning may stand at the end
-            begun = next(tag[:n] for n in range(len(tag) - 1, -1, -1) if content.endswith(tag[:n]))
-            content = content.removesuffix(begun)
+        content, whole_tag, _ = self._text.partition(tag)
+        if not whole_tag:  # its beginning may stand at the end
+            start = next(tag[:n] for n in range(len(tag) - 1, -1, -1) if content.endswith(tag[:n]))
+            content = content.removesuffix(start)
         content = content.rstrip(_SPACE)  # white space is dropped where a call follows
         if self._family == "llama3" and content.lstrip(_SPACE)[:1] == "{":
             return []
@@ -55,11 +55,11 @@ class ToolParser:
 
     def end(self) -> list[ParsedPiece]:
         """Return the rest of the content, and the calls; call it once, after the last `feed`."""
-        pieces = parse(self._family, self._text)
+        pieces = _parse(self._family, self._text)
         return [*filter(None, [str(pieces[0])[self._emitted :], *pieces[1:]])] if self._emitted else pieces
 
 
-def parse(family: str, text: str) -> list[ParsedPiece]:
+def _parse(family: str, text: str) -> list[ParsedPiece]:
     """Return content and calls of a whole text, in order."""
     tag, pieces, called, blank = _FORMS[family][0], list[ParsedPiece](), False, ""
 
@@ -78,11 +78,11 @@ def parse(family: str, text: str) -> list[ParsedPiece]:
                 pieces, called, blank = [*pieces, *calls], True, ""
             if at == len(text) and called and text[rest:].strip() in ("", ",", ";"):
                 break
-        found = text.find(tag, max(at, 0))
-        add(text[rest : found if found >= 0 else len(text)])
-        if found < 0:
+        start = text.find(tag, max(at, 0))
+        add(text[rest : start if start >= 0 else len(text)])
+        if start < 0:
             break
-        rest, at = found, found + len(tag)
+        rest, at = start, start + len(tag)
     return pieces if called or not blank else [*pieces, blank]
 
 
