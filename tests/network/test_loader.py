@@ -22,7 +22,7 @@ from paceline.model.families import decoder_config
 from paceline.model.rope import RopeConfig
 from paceline.weights import zoo
 from paceline.weights.loader import load_model
-from paceline.weights.source import load_tokenizer, load_vocabulary, resolve, resolve_folder
+from paceline.weights.source import resolve, resolve_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import build  # noqa: E402  (the builders live beside the parity tests)
@@ -283,11 +283,3 @@ def test_the_embedded_tokenizer_is_transformers_own_without_torch_s_compiler():
     done = subprocess.run([sys.executable, "-c", STARTED, folder], capture_output=True, text=True, check=True)
     ours, theirs = done.stdout[: len(done.stdout) // 2], done.stdout[len(done.stdout) // 2 :]
     assert ours == theirs and ours.startswith("True TokenizersBackend ")
-
-
-def test_a_vocabulary_is_that_of_the_tokenizer(tmp_path: Path):
-    folder = resolve_folder("paceline-small")
-    assert load_vocabulary(folder).get_vocab() == load_tokenizer(folder).get_vocab()
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_vocabulary(tmp_path)

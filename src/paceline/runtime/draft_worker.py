@@ -1,14 +1,12 @@
 """A drafter in a process of its own: from the options of an `LLM` to a worker that serves its draft sessions.
 
-The target is not loaded there: of it a drafter that runs ahead knows name, sizes and vocabulary. It reads and writes no
-text, so that what does need not be imported, and it is soon back after its process has died.
+The target is not loaded there: of it a drafter that runs ahead knows name, sizes and vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -116,19 +114,15 @@ def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int
     """
     config = LLMConfig(**{**options, "device": device})
     chosen, source = _chosen(config), config.resolve()
-    drafter: Any = registry.build(chosen, drafter_context(config, source, texts=False))
+    drafter: Any = registry.build(chosen, drafter_context(config, source))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
-    info = TargetInfo.of(source.name, source.shape, source.dtype, source.tokenizer(texts=False))
+    info = TargetInfo.of(source.name, source.shape, source.dtype, source.tokenizer())
     drafter.bind(info, config.max_sequences, pool_tokens, parse_device(device))
 
-    @cache  # with the first grammar: a drafter without a request for one is back sooner after its process has died
-    def grammars() -> Grammars:
-        return Grammars(source.tokenizer(), source.shape.vocab_size, source.shape.eos_ids)
-
-    facts = _facts(config, chosen, source)
-    return DraftService(drafter.sessions(rows), facts, matcher=lambda one: grammars().matcher(one))
+    grammars = Grammars(info.tokenizer, source.shape.vocab_size, source.shape.eos_ids)
+    return DraftService(drafter.sessions(rows), _facts(config, chosen, source), matcher=grammars.matcher)
 
 
 def named(chosen: DrafterConfig) -> str:
@@ -150,7 +144,7 @@ def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
     folder = None if draft is None else resolve_folder(draft, offline=config.offline)
     return Facts(
         weights="" if folder is None else f"{fingerprint(folder)} ({read_config(folder).num_layers} layers)",
-        vocabulary=tokenizer_mark(source.tokenizer(texts=False)),
+        vocabulary=tokenizer_mark(source.tokenizer()),
         dtype=str(source.dtype).removeprefix("torch."),
         torch=torch.__version__,
     )

@@ -16,7 +16,7 @@ from . import generation, zoo
 from .files import is_file, opened, read_json
 from .gguf import is_gguf, read_gguf
 from .gguf_model import read_gguf_config
-from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
+from .gguf_tokenizer import load_gguf_tokenizer
 from .hub import env_offline, first_line, from_hub, local
 
 DTYPES = {
@@ -47,15 +47,15 @@ class Source:
     dtype: torch.dtype  # of the activations
     quant: Quant | None  # how the weights are stored
 
-    def tokenizer(self, texts: bool = True) -> Any:
-        """Return its tokenizer, or None; without ``texts`` one that knows ids and pieces (``get_vocab``) alone.
+    def tokenizer(self) -> Any:
+        """Return its tokenizer, or None.
 
         Raises:
             ConfigError: it cannot be read.
         """
         if not self.tokenizer_files():
             return None
-        return load_tokenizer(self.folder, self.shape.family) if texts else load_vocabulary(self.folder)
+        return load_tokenizer(self.folder, self.shape.family)
 
     def tokenizer_files(self) -> list[Path]:
         """Return those that are there; a GGUF file is its own."""
@@ -214,28 +214,6 @@ def load_tokenizer(folder: str | Path, family: str = "") -> Any:
             tokenizer.chat_template = template.removeprefix("\ufeff")  # some editors begin a file with this mark
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds, plain Exception among them
-        raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({first_line(error)})", RESTORE) from error
-
-
-def load_vocabulary(folder: str | Path) -> Any:
-    """Return an object with the ids and pieces of the folder's tokenizer, by ``get_vocab``.
-
-    From ``tokenizer.json``, where there is one: seconds less than the tokenizer itself, which imports much
-    more.
-
-    Raises:
-        ConfigError: no tokenizer there, or one that cannot be read.
-    """
-    if is_gguf(folder):
-        return load_gguf_vocabulary(read_gguf(folder))
-    file = Path(folder) / "tokenizer.json"
-    if not file.is_file():
-        return load_tokenizer(folder)
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({first_line(error)})", RESTORE) from error
 
 

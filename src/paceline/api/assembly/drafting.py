@@ -23,7 +23,6 @@ from .models import LoadedModel, load_source, load_track, stage_devices, start
 
 def _load_drafts(
     config: LLMConfig,
-    texts: bool,
     auto: torch.dtype,
     name: str,
     dtype: str,
@@ -37,7 +36,7 @@ def _load_drafts(
     revision = config.revision if name == config.model else None
     source = resolve(name, draft_dtype, revision, config.offline)
     if processes == 1:
-        return load_source(config, source, exact=False, texts=texts)
+        return load_source(config, source, exact=False)
     subject = f"drafter='draft_model:{name}' with processes={processes}"
     if source.shape.tracks != processes:
         wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is not a draft of tracks"
@@ -45,7 +44,7 @@ def _load_drafts(
     if parse_device(config.device).type != "cpu":
         wrong = "processes share a draft's tracks on CPUs"
         raise CapabilityError(subject, wrong, "leave processes out")
-    tokenizer, ranks = source.tokenizer(texts), start("rank_worker:start_tracks", config, source)
+    tokenizer, ranks = source.tokenizer(), start("rank_worker:start_tracks", config, source)
     decoder = load_track(config, source, ranks)
     ranks.line.start()
     return LoadedModel(source, decoder, tokenizer)
@@ -87,13 +86,10 @@ def build_drafter(config: LLMConfig, target: LoadedModel, beside: int) -> Drafte
     return registry.build(chosen, drafter_context(config, target.source, beside))
 
 
-def drafter_context(config: LLMConfig, target: Source, beside: int = 0, texts: bool = True) -> DrafterContext:
-    """Return what a drafter may use while it is built; ``beside`` as of `build_drafter`.
-
-    Without ``texts`` the vocabulary of tokenizers is enough.
-    """
+def drafter_context(config: LLMConfig, target: Source, beside: int = 0) -> DrafterContext:
+    """Return what a drafter may use while it is built; ``beside`` as of `build_drafter`."""
     return DrafterContext(
-        load_model=partial(_load_drafts, config, texts, target.dtype),
+        load_model=partial(_load_drafts, config, target.dtype),
         dtype=target.dtype,
         device=parse_device(stage_devices(config)[-1]),
         find=partial(resolve_folder, offline=config.offline),

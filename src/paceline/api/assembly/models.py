@@ -137,11 +137,9 @@ def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | Non
     return start, stop
 
 
-def load_source(
-    config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
-) -> LoadedModel:
+def load_source(config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None) -> LoadedModel:
     """Return a checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
-    tokenizer = source.tokenizer(texts)  # before the weights: its errors show at once
+    tokenizer = source.tokenizer()  # before the weights: its errors show at once
     decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
     return LoadedModel(source, decoder, tokenizer)
 
