@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -16,11 +15,10 @@ from rich.text import Text
 from ..core.errors import ConfigError
 from ..train.files import replacing, writing
 from .records import REPORT, Cell, Exactness, Method, Report
-from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best, slower_cells
+from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best
 
 FILES = JSON_NAME, PAGE_NAME = "report.json", "report.md"
 NOTHING = "–"  # where there is no figure
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 DEFINITIONS = {
     "tok/s": "new tokens over the time from submission to the last token; the median of a workload's trials, and the "
     "geometric mean over workloads",
@@ -141,24 +139,12 @@ def count_of(amount: int, noun: str) -> str:
 
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     """Describe how a run was measured: model, machine, versions, ``facts``, settings."""
-    parts = {"model": report.model, "machine": report.machine, "versions": report.versions}
-    lines = [f"{what}: {_fact('', values)}" for what, values in parts.items()]
-    settings = {key: value for key, value in report.settings.items() if value not in (None, [None], [], {}, (None,))}
-    lines += [f"commit {report.commit or 'unknown'}, {report.created}", *facts]
-    return lines + [f"{key.replace('_', ' ')}: {_fact(key, value)}" for key, value in settings.items()]
-
-
-def _fact(key: str, value: Any) -> str:
-    """Format a value of model, machine or settings; sizes in MB and GB."""
-    if isinstance(value, int | float) and "bytes" in key:
-        return next(f"{value / of:.3g} {unit}" for of, unit in UNITS if value >= of or of == 1)
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {_fact(name, item)}" for name, item in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(_fact("", item) for item in value) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    parts = {name: getattr(report, name) for name in ("model", "machine", "versions", "settings")}
+    lines = [f"commit {report.commit or 'unknown'}, {report.created}", *facts]
+    for what, values in parts.items():
+        named = [f"{name} {value}" for name, value in values.items() if value not in (None, [], {}, ())]
+        lines.append(f"{what}: {', '.join(named)}")
+    return lines
 
 
 # -- findings
@@ -176,21 +162,17 @@ def headline(summary: Summary) -> str:
 
 
 def findings(summary: Summary) -> list[str]:
-    """List whether ids are equal, whether anything is slower than plain decoding, and how much was measured."""
+    """List whether ids are equal, and how much was measured."""
     compared = summary.exact
     ids = f"Ids equal plain decoding: {sum(e.identical for e in compared):,} of "
     ids += count_of(sum(e.sequences for e in compared), "sequence")
     counts = (sum(e.explained for e in compared), sum(len(e.failures) for e in compared))
     words = ("explained by near ties", "FAILED")
     ids += "".join(f"; {many:,} {what}" for many, what in zip(counts, words, strict=True) if many)
-    compared_rows = [r for r in summary.rows if r.speedup and r.method.ours]
-    slow, rows = len(slower_cells(summary)), count_of(len(compared_rows), "row")
-    speed = f"Slower than plain decoding: {slow or 'none'} of {rows} ({CONFIDENCE:.0%} interval below 1)"
     trials = summary.report.trials
     done, repeats = sum(trial.error is None for trial in trials), len({trial.repeat for trial in trials})
     return [
         ids if compared else "Ids were not compared with plain decoding's",
-        speed if compared_rows else "No speculative method was compared with plain decoding",
         f"{count_of(done, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts",
     ]
 
@@ -214,7 +196,8 @@ def troubles(summary: Summary) -> list[str]:
     for name, why in summary.report.unavailable.items():
         reasons.setdefault(why, []).append(name)
     lines += [f"{', '.join(names)} did not run: {why}" for why, names in reasons.items()]
-    return lines + [f"slower than plain: {where(r)}: {interval(r.speedup)}" for r in slower_cells(summary)]
+    slower = [row for row in summary.rows if row.speedup and row.speedup.high < 1 and row.method.ours]
+    return lines + [f"slower than plain: {where(row)}: {interval(row.speedup)}" for row in slower]
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {

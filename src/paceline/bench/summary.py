@@ -293,8 +293,3 @@ def best(rows: Iterable[Row]) -> Row | None:
     """Return the speculative method of this engine with the highest speed-up."""
     able = [(row.speedup.value, row) for row in rows if row.speedup and row.method.ours and not row.method.plain]
     return max(able, key=lambda pair: pair[0], default=(0.0, None))[1]
-
-
-def slower_cells(summary: Summary) -> list[Row]:
-    """List the rows of this engine's methods that are slower than plain decoding: their whole interval is below 1."""
-    return [row for row in summary.rows if row.speedup and row.speedup.high < 1 and row.method.ours]
