@@ -60,12 +60,6 @@ class DraftModelConfig(DrafterConfig):
         "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
     )
     dtype: str = option("auto", help="auto (the target's), bfloat16, float32, float64, int8")
-    processes: int = option(
-        1,
-        help="processes of this host that share a draft of tracks: 1, or one a track (Mirror-SD, 3.3)",
-        minimum=1,
-        maximum=64,
-    )
 
     def validate(self) -> None:
         """Refuse shapes that contradict each other."""
@@ -108,8 +102,7 @@ class DraftModelConfig(DrafterConfig):
             raise CapabilityError(
                 f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
             )
-        apart = (self.processes,) if self.processes > 1 else ()
-        loaded = context.load_model(self.model, self.dtype, *apart)
+        loaded = context.load_model(self.model, self.dtype)
         loaded.decoder.cut(load_hot(loaded.folder, loaded.decoder.config.vocab_size))
         return DraftModel(self, loaded)
 

@@ -86,9 +86,6 @@ def start_drafter(
     device = draft_device(config, place)
     if hosts is None:
         placement = Placement(cores=place.cores, threads=place.threads, device=device)
-    elif getattr(_chosen(config), "processes", 1) > 1:
-        wrong = "the drafter runs on another host, and its tracks are placed with the target's process alone"
-        raise CapabilityError(f"drafter {config.drafter!r} with cluster=..", wrong, "leave processes out")
     else:
         placement = hosts.placement(device, place.threads)
     rest = [core for core in cores() if core not in place.cores]

@@ -1,6 +1,6 @@
-"""Ranks of a target, and tracks of a draft, in processes: from the options of an `LLM` to workers and their line.
+"""Ranks of a target in processes: from the options of an `LLM` to workers and their line.
 
-Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process, or the drafter's.
+Each process reads its share of the checkpoint and nothing else. Rank 0's is the engine's process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from weakref import finalize
 import torch
 
 from ..api.assembly.memory import kv_layout
-from ..api.assembly.models import TargetPart, compiled_layers, load_part, load_track, share_of, track_share
+from ..api.assembly.models import TargetPart, compiled_layers, load_part, share_of
 from ..api.config import LLMConfig
 from ..api.split import Split, parse_cluster, parse_split
 from ..core.errors import ConfigError
 from ..model.joins import Collectives, RankMemory
-from ..model.parallel import Ranks, Share
+from ..model.parallel import Ranks
 from ..weights.files import fingerprint
-from ..weights.source import Source, resolve
+from ..weights.source import Source
 from .handshake import Facts
 from .placement import Placement, cores
 from .rank_service import RankService
@@ -51,35 +51,19 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
     bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
     usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
     where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
-    facts = {"count": share.count, **asdict(part)}
-    ranks = _started(config, source, share, where, "rank", facts)
-    torch.set_num_threads(where.threads or 1)
-    return ranks
-
-
-def start_tracks(config: LLMConfig, source: Source) -> Ranks:
-    """Start the other tracks of a draft, a track a process. They join separately from the target's ranks.
-
-    Raises:
-        CapabilityError: as of `start_ranks`.
-    """
-    share = track_share(source, 0)
-    where = Placement(threads=max(1, len(cores()) // share.count))
-    facts = {"name": str(source.folder), "dtype": source.quant or str(source.dtype).removeprefix("torch.")}
-    return _started(config, source, share, where, "track", facts)
-
-
-def _started(
-    config: LLMConfig, source: Source, share: Share, where: Placement, kind: str, facts: Mapping[str, Any]
-) -> Ranks:
-    """Start the processes of the others; ``facts``: further arguments of ``kind``'s service."""
     memory = RankMemory(share.count)
     workers = []
     for rank in range(1, share.count):
         spec = WorkerSpec(
-            name=f"{kind} {rank}",
-            service=f"{__name__}:{kind}_service",
-            options={"options": options_of(config, source), "rank": rank, "memory": memory.path, **facts},
+            name=f"rank {rank}",
+            service=f"{__name__}:rank_service",
+            options={
+                "options": options_of(config, source),
+                "rank": rank,
+                "count": share.count,
+                "memory": memory.path,
+                **asdict(part),
+            },
             expected=facts_of(source),
             placement=where,
         )
@@ -90,6 +74,7 @@ def _started(
     for worker in workers:
         with suppress(ConfigError):  # raised again where it is waited for
             worker.poll()
+    torch.set_num_threads(where.threads or 1)
     return Ranks(share, joins, line)
 
 
@@ -103,17 +88,6 @@ def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
     """Return the options that a rank's or a stage's process needs; its layers are compiled where they are here."""
     options = {name: getattr(config, name) for name in OPTIONS}
     return options | {"kernels": "native" if compiled_layers(config, source.shape, source.dtype) else "torch"}
-
-
-def track_service(
-    device: str, options: Mapping[str, Any], name: str, dtype: str, rank: int, memory: str
-) -> RankService:
-    """Make the service of a track; arguments as of `rank_service`, and the draft's folder and dtype."""
-    config = LLMConfig(**{**options, "device": device})
-    source = resolve(name, dtype)
-    share = track_share(source, rank)
-    decoder = load_track(config, source, Ranks(share, Collectives.opened(memory, rank, share.count)))
-    return RankService(decoder, decoder.cache_shape, decoder.dtype, facts_of(source))
 
 
 def rank_service(

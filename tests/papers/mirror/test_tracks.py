@@ -100,22 +100,19 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def test_an_engine_drafts_with_tracks_in_one_process_and_in_one_each(tmp_path: Path) -> None:
-    """What is said is the target's, and no process fails; under `mirror` drafting goes through sessions."""
+def test_an_engine_drafts_with_tracks(tmp_path: Path) -> None:
+    """What is said is the target's; under `mirror` drafting goes through sessions."""
     draft(tmp_path, vocab=8192)
     named = f"draft_model:{with_tokenizer(tmp_path)},depth=3"
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     target = LLM("paceline-small", drafter=None, threads=1)
     [wanted] = target.generate(["Once upon a time"], params)
-    for drafter, round_ in ((named, "serial"), (f"{named},processes=2", "mirror,kappa=2")):
+    for drafter, round_ in ((named, "serial"), (named, "mirror,kappa=2")):
         llm = LLM("paceline-small", drafter=drafter, round=round_, budget=3, threads=1, share=target)
         [output] = llm.generate(["Once upon a time"], params)
         assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
         engine_round: Any = llm.engine.round
         assert engine_round.failure is None
-        if (ranks := engine_round.drafter.decoder.ranks) is not None:
-            assert ranks.line.faults == [] and ranks.line.runs > 3
-            assert ranks.joins.struct.collectives == 3 * ranks.line.runs
 
 
 def edited(**changes: Any) -> Callable[[Path], None]:
@@ -159,8 +156,6 @@ def test_a_folder_that_is_wrong_is_refused(edit: Callable[[Path], None], words: 
     ("options", "words"),
     [
         ({"model": "DRAFT"}, "it is a draft of tracks, which no target is"),
-        ({"drafter": "draft_model:DRAFT,processes=3"}, "its tracks are 2. Give as many processes as tracks"),
-        ({"drafter": "draft_model:paceline-small-draft,processes=2"}, "it is not a draft of tracks"),
     ],
 )
 def test_what_tracks_cannot_do_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:

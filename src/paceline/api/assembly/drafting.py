@@ -18,36 +18,14 @@ from ...model.applications import locate, rows_beside
 from ...weights import zoo
 from ...weights.source import Source, parse_device, resolve, resolve_folder
 from ..config import LLMConfig
-from .models import LoadedModel, load_source, load_track, stage_devices, start
+from .models import LoadedModel, load_source, stage_devices
 
 
-def _load_drafts(
-    config: LLMConfig,
-    auto: torch.dtype,
-    name: str,
-    dtype: str,
-    processes: int = 1,
-) -> LoadedModel:
-    """Load a model that a drafter runs, as the target was loaded.
-
-    ``auto`` is what dtype "auto" means. All but this one of its ``processes`` are started.
-    """
+def _load_draft(config: LLMConfig, auto: torch.dtype, name: str, dtype: str) -> LoadedModel:
+    """Load a model that a drafter runs, as the target was loaded; ``auto`` is what dtype "auto" means."""
     draft_dtype = str(auto).removeprefix("torch.") if dtype == "auto" else dtype
     revision = config.revision if name == config.model else None
-    source = resolve(name, draft_dtype, revision, config.offline)
-    if processes == 1:
-        return load_source(config, source, exact=False)
-    subject = f"drafter='draft_model:{name}' with processes={processes}"
-    if source.shape.tracks != processes:
-        wrong = f"its tracks are {source.shape.tracks}" if source.shape.tracks > 1 else "it is not a draft of tracks"
-        raise ConfigError(subject, wrong, "give as many processes as tracks, or leave processes out")
-    if parse_device(config.device).type != "cpu":
-        wrong = "processes share a draft's tracks on CPUs"
-        raise CapabilityError(subject, wrong, "leave processes out")
-    tokenizer, ranks = source.tokenizer(), start("rank_worker:start_tracks", config, source)
-    decoder = load_track(config, source, ranks)
-    ranks.line.start()
-    return LoadedModel(source, decoder, tokenizer)
+    return load_source(config, resolve(name, draft_dtype, revision, config.offline), exact=False)
 
 
 def drafter_of(config: LLMConfig) -> DrafterConfig | None:
@@ -89,7 +67,7 @@ def build_drafter(config: LLMConfig, target: LoadedModel, beside: int) -> Drafte
 def drafter_context(config: LLMConfig, target: Source, beside: int = 0) -> DrafterContext:
     """Return what a drafter may use while it is built; ``beside`` as of `build_drafter`."""
     return DrafterContext(
-        load_model=partial(_load_drafts, config, target.dtype),
+        load_model=partial(_load_draft, config, target.dtype),
         dtype=target.dtype,
         device=parse_device(stage_devices(config)[-1]),
         find=partial(resolve_folder, offline=config.offline),

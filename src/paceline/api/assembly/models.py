@@ -144,16 +144,6 @@ def load_source(config: LLMConfig, source: Source, exact: bool, layers: tuple[in
     return LoadedModel(source, decoder, tokenizer)
 
 
-def track_share(source: Source, rank: int) -> Share:
-    """Return what one of several processes has of a draft of tracks."""
-    return resolve_name(f"{TRACKS}:track_share")(source.shape, rank)
-
-
-def load_track(config: LLMConfig, source: Source, ranks: Ranks) -> Decoder:
-    """Return the track of one of several processes; errors as of `load_model`."""
-    return _decoder(config, source, False, "cpu", TargetPart(), ranks)
-
-
 def exact_layers(config: LLMConfig, source: Source) -> bool:
     """Return whether the target's layers must be configured to give a row the same bits in every pass.
 
