@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from importlib import resources
-from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..api.config import LLMConfig
-from ..api.llm import LLM
-from ..bench.measure import ask
+from ..api.llm import drafters_of
+from ..bench.config import BenchConfig
+from ..bench.methods import parse_methods
+from ..bench.report import COLUMNS, figures_table
+from ..bench.run import Run
+from ..bench.summary import Summary
 from ..core.errors import CapabilityError
-from ..core.outputs import RequestOutput
-from ..core.sampling import SamplingParams
-from ..engine.tokens import chat_ids
 from ..weights import zoo
-from ..weights.source import read_config
-from .console import Painter, ProgressLine, legend, note, stderr, stdout
+from .console import ProgressLine, legend, note, stderr, stdout
 from .options import DEFAULT_MODEL, DEFAULTS, takes
-from .session import Color, open_llm
+from .session import Color, painted
 
 app = typer.Typer(add_completion=False)
 
-
-TURNS = 2  # in which each prompt is answered in all ways
 TOTAL_S = 100.0  # after which no further prompt begins, unless prompts are counted by the user
 WORTH = 1.03  # times as fast: less is not worth a change
 SHOWN = "smollm2-135m"  # where its weights are on this machine; else the embedded model
-DemoPrompt = dict[str, Any]  # a line of the files in ``data``: domain, chat (a user's turn), text, max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One prompt, answered in turns: in each type of weights plainly, then speculatively."""
-
-    prompt: DemoPrompt
-    outputs: list[RequestOutput]  # the first answer of each
-    rates: list[float]  # tokens a second of the whole request, prompt included: medians
-
-    @property
-    def identical(self) -> bool:
-        """Check that drafting changed no answer."""
-        ids = [output.outputs[0].token_ids for output in self.outputs]
-        return ids[::2] == ids[1::2]
-
-    @property
-    def ratios(self) -> list[float]:
-        """Return speculative over plain speed, in each type of weights."""
-        return [drafted / plain for plain, drafted in zip(self.rates[::2], self.rates[1::2], strict=True)]
+CHAT = str(Path(__file__).parent / "data" / "chat_prompts.jsonl")
+TASKS = ("wikisql", "humaneval", "books")  # for the embedded model, which chats about less
+TOKENS = 96  # of an answer
 
 
 @app.command()
@@ -67,7 +39,7 @@ class Comparison:
         "model": f"{SHOWN} where its weights are on this machine, else {DEFAULT_MODEL}",
         "dtype": "bfloat16 next to 4 bits",
     },
-    only={"model", "drafter", "dtype", "device", "kernels", "threads", "revision", "offline"},
+    only={"model", "drafter", "dtype", "device", "kernels", "threads"},
 )
 def demo(
     prompts: Annotated[
@@ -80,7 +52,7 @@ def demo(
 ) -> None:
     """Answer prompts in bf16 and in 4 bits, plainly and speculatively, greedily, and recommend one for this machine.
 
-    Drafting must not change a token: if it does, the exit status is 1. The answer that gained most is shown.
+    Drafting must not change a token: if it does, the exit status is 1.
 
     Examples:
         paceline demo
@@ -88,20 +60,35 @@ def demo(
         paceline demo --model folder/model.gguf --dtype int8 --drafter ngram
     """
     llm["model"] = llm["model"] or _model()
-    chosen = _load(llm["model"], prompts)
-    sides = _open(llm)
-    engines, console, done = [*chain(*sides.values())], stdout(color), list[Comparison]()
-    for engine in engines:  # memory is touched and costs are estimated in the first answers
-        ask(engine, [_token_ids(engine, chosen[0])], SamplingParams(temperature=0, max_tokens=16))
-    began = time.perf_counter()
-    with ProgressLine() as line:
-        for prompt in chosen:
-            if prompts is not None or not done or time.perf_counter() - began < TOTAL_S:
-                line.show(f"prompt {len(done) + 1} of {len(chosen)}, answered {TURNS} times {len(engines)} ways")
-                done.append(_compare(engines, prompt))
-    _show_answer(console, engines, done)
-    console.print(_table(sides, done))
-    if not _verdict(console, sides, done):
+    sides = _sides(llm)
+    try:
+        run, summary = _compare(llm, sides, prompts)
+    except CapabilityError as error:
+        if len(sides) == 1:
+            raise
+        note(f"{[*sides][1]} weights are left out: {error.wrong}; {error.remedy}")
+        run, summary = _compare(llm, dict([*sides.items()][:1]), prompts)
+    console, rows = stdout(color), [row for row in summary.total(summary.main) if row.speed is not None]
+    best = max(rows, key=lambda row: (row.speed or 0.0) / (1.0 if row.method.plain else WORTH))
+    drafting = max((row for row in rows if not row.method.plain), key=lambda row: row.speed or 0.0)
+    model, group = run.runner(drafting.method).llm, next(iter(run.groups.values()))[0]
+    prompt = group.prompts[0]
+    console.print(Text(model.tokenizer.decode(prompt.ids, skip_special_tokens=True), style="dim"), soft_wrap=False)
+    console.print(legend())
+    params = group.params(prompt)
+    for _ in painted(console, model, model.stream({"prompt_token_ids": [*prompt.ids]}, params), params):
+        pass
+    console.print("\n")
+    console.print(
+        figures_table(("", *COLUMNS), [[r.method.name, *(show(r) for show in COLUMNS.values())] for r in rows])
+    )
+    same, total = (sum(getattr(one, name) for one in summary.exact) for name in ("identical", "sequences"))
+    word = Text("IDENTICAL", style="bold green") if same == total else Text("DIFFERENT", style="bold red")
+    console.print(Text.assemble(word, f": {same} of {total} answers have the same tokens with drafts and without"))
+    drafts = "no drafts (--drafter none)" if best.method.plain else f"drafts of {best.method.drafter}"
+    advice = f"On this machine take --dtype {best.method.dtype} with {drafts}: {best.speed:.0f} tokens/s."
+    console.print(advice, markup=False, soft_wrap=False)
+    if same != total:
         raise typer.Exit(1)
 
 
@@ -112,98 +99,39 @@ def _model() -> str:
     return DEFAULT_MODEL
 
 
-def _load(model: str, count: int | None) -> list[DemoPrompt]:
-    """Return the first prompts that suit the model: a chat model's, or those of the embedded model's five domains."""
-    name = "demo_prompts" if model == DEFAULT_MODEL else "chat_prompts"
-    lines = resources.files(__package__).joinpath(f"data/{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines[:count]]
-
-
-def _open(llm: dict[str, Any]) -> dict[str, list[LLM]]:
-    """Load the model in bf16 and in 4 bits, or in the requested dtype: of each a plain engine and one that drafts."""
-
-    def pair(dtype: str) -> list[LLM]:
-        plain = open_llm({**llm, "dtype": dtype, "drafter": "none"})
-        return [plain, open_llm({**llm, "dtype": dtype, "share": plain})]
-
+def _sides(llm: dict[str, Any]) -> dict[str, str]:
+    """Return the forms of the weights by label: bf16 and 4 bits, or the requested one."""
     if llm["dtype"] != "auto":
-        return {llm["dtype"]: pair(llm["dtype"])}
-    sides = {"bf16": pair("bfloat16")}
-    plain, label, form = sides["bf16"][0], "4 bits", "q4_0"
-    if read_config(plain.folder).checkpoint_dtype == "stored":  # in blocks
-        label, form = "stored", "auto"
+        return {llm["dtype"]: llm["dtype"]}
+    if LLMConfig(**llm).resolve().shape.checkpoint_dtype == "stored":  # in blocks
         note("bf16 here are the file's weights widened to 16 bits: the time of bf16, no better answers")
-    try:
-        if plain.kernels == "torch":
-            raise CapabilityError(label, "they need compiled kernels, and torch's are in use", "install a C++ compiler")
-        sides[label] = pair(form)
-    except CapabilityError as error:
-        note(f"{label} weights are left out: {error.wrong}; {error.remedy}")
-    return sides
+        return {"bf16": "bfloat16", "stored": "stored"}
+    return {"bf16": "bfloat16", "4 bits": "q4_0"}
 
 
-def _compare(engines: list[LLM], prompt: DemoPrompt) -> Comparison:
-    """Compare all ways in turns, so that a slow moment of the machine affects each; every turn begins afresh."""
-    prompts, params = [_token_ids(engines[0], prompt)], SamplingParams(temperature=0, max_tokens=prompt["max_tokens"])
-    turns = [[ask(engine, prompts, params) for engine in engines] for _ in range(TURNS)]
-    outputs = [output for [output], _ in turns[0]]
-    seconds = [statistics.median(duration for _, duration in side) for side in zip(*turns, strict=True)]
-    counts = [len(output.outputs[0].token_ids) for output in outputs]
-    return Comparison(prompt, outputs, [count / duration for count, duration in zip(counts, seconds, strict=True)])
-
-
-def _token_ids(model: LLM, prompt: DemoPrompt) -> list[int]:
-    tokenizer = model.tokenizer
-    if prompt["chat"]:
-        return chat_ids([{"role": "user", "content": prompt["text"]}], tokenizer, "this model")[0]
-    return [*tokenizer.encode((tokenizer.bos_token or "") + prompt["text"], add_special_tokens=False)]
-
-
-def _show_answer(console: Console, engines: list[LLM], done: list[Comparison]) -> None:
-    """Show the answer that drafts made faster than any other."""
-    best, side = max(((one, side) for one in done for side in range(len(one.ratios))), key=lambda o: o[0].ratios[o[1]])
-    output = best.outputs[2 * side + 1]
-    answer = output.outputs[0]
-    painter = Painter(engines[2 * side + 1].tokenizer, output.prompt_token_ids)
-    painter.feed(answer.token_ids, answer.origins)
-    console.print(Text(best.prompt["text"], style="dim"), soft_wrap=False)
-    console.print(legend())
-    console.print(painter.take(answer.text), soft_wrap=False)
-    rates = "{:.0f} tokens/s plainly, {:.0f} speculatively".format(*best.rates[2 * side : 2 * side + 2])
-    console.print(f"{rates}: {best.ratios[side]:.2f} times, {output.stats.mean_accepted_length:.2f} tokens a pass\n")
-
-
-def _means(done: list[Comparison]) -> list[float]:
-    """Return tokens a second of each way: geometric means over the prompts."""
-    return [statistics.geometric_mean(rates) for rates in zip(*(one.rates for one in done), strict=True)]
-
-
-def _table(sides: Iterable[str], done: list[Comparison]) -> Table:
-    """Return tokens a second of each prompt and way."""
-    table = Table("tokens/s", box=None, header_style="bold")
-    for way in (f"{side}\n{way}" for side in sides for way in ("plain", "speculative")):
-        table.add_column(way, justify="right")
-    table.add_column("same\ntokens", justify="right")
-    different = Text("NO", style="bold red")
-    rows = [(one.prompt["domain"], one.rates, "yes" if one.identical else different) for one in done]
-    for name, rates, same in [*rows, ("mean", _means(done), "")]:
-        pairs = zip(rates[::2], rates[1::2], strict=True)
-        table.add_row(name, *(cell for a, b in pairs for cell in (f"{a:.0f}", f"{b:.0f} ({b / a:.2f})")), same)
-    return table
-
-
-def _verdict(console: Console, sides: dict[str, list[LLM]], done: list[Comparison]) -> bool:
-    same, total, rates = sum(one.identical for one in done), len(done), _means(done)
-    word = Text("IDENTICAL", style="bold green") if same == total else Text("DIFFERENT", style="bold red")
-    console.print(Text.assemble(word, f": {same} of {total} prompts have the same tokens with drafts and without"))
-    for side, (label, (_, drafting)) in enumerate(sides.items()):
-        ratios = [one.ratios[side] for one in done]
-        text = f"{label}: {statistics.geometric_mean(ratios):.2f} times plain, {min(ratios):.2f} to {max(ratios):.2f}"
-        console.print(f"{text}, drafter {drafting.config.drafter}", markup=False, soft_wrap=False)
-    best = max(range(len(rates)), key=lambda way: rates[way] / (WORTH if way % 2 else 1.0))
-    side, drafts = best // 2, "drafts" if best % 2 else "no drafts (--drafter none)"
-    label, dtype = [*sides][side], [*sides.values()][side][0].config.dtype
-    flag = "" if dtype == "auto" else f" (--dtype {dtype})"
-    advice = f"On this machine take {label}{flag} with {drafts}: {rates[best]:.0f} tokens/s."
-    console.print(advice, markup=False, soft_wrap=False)
-    return same == total
+def _compare(llm: dict[str, Any], sides: dict[str, str], prompts: int | None) -> tuple[Run, Summary]:
+    """Measure each form plainly and with drafts, in turns on the same prompts."""
+    texts = []
+    for label, dtype in sides.items():
+        config = LLMConfig(**{**llm, "dtype": dtype})
+        more = f";dtype={dtype};kernels={config.kernels}"
+        [drafter, *_] = drafters_of(config, config.resolve())
+        texts += [f"{label} plain=none{more}", f"{label} drafts={drafter}{more}"]
+    workloads = TASKS if llm["model"] == DEFAULT_MODEL else (CHAT,)
+    setup = BenchConfig(
+        model=llm["model"],
+        methods=tuple(parse_methods(texts)),
+        workloads=workloads,
+        prompts=-(-(prompts or 12) // len(workloads)),
+        max_new_tokens=TOKENS,
+        repeats=1,
+        device=llm["device"],
+        threads=llm["threads"],
+        time_limit_s=None if prompts else TOTAL_S,
+    )
+    with ProgressLine() as line:
+        run = Run(setup, progress=line.show)
+        report = run.execute()
+    if report.interrupted:
+        raise KeyboardInterrupt
+    return run, Summary(report)
