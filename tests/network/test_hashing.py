@@ -20,9 +20,7 @@ PIECE = 64
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small pieces and buffers, times as fine as can be, nothing known yet, and a cache folder of the test's own."""
     monkeypatch.setattr(hashing, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(hashing, "_BUFFER_BYTES", 24)
     monkeypatch.setattr(hashing, "SETTLED_S", -1.0)
-    monkeypatch.setattr(hashing, "_found", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "paceline" / "hashes"
 
@@ -52,11 +50,6 @@ class Reads:
         monkeypatch.setattr(hashing, "_hash", counted)
 
 
-def forget() -> None:
-    """As in another process."""
-    hashing._found.clear()
-
-
 @pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 17])
 def test_it_is_that_of_the_pieces_and_every_byte_counts(tmp_path: Path, size: int) -> None:
     content = bytes(i * 7 % 251 for i in range(size))
@@ -73,7 +66,6 @@ def test_a_file_is_read_once(tmp_path: Path, small: Path, monkeypatch: pytest.Mo
     (tmp_path / "link").symlink_to(file)
     first = content_hash(file)
     assert [content_hash(file), content_hash(tmp_path / "link")] == [first] * 2
-    forget()
     assert content_hash(file) == first and reads.count == 1
     assert len(list(small.iterdir())) == 1
     assert content_hash(written(tmp_path, b"x" * 100, "another")) == first and reads.count == 2
@@ -102,14 +94,11 @@ def longer(file: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, in_place_with_its_old_time, by_another, longer])
-@pytest.mark.parametrize("forgets", [True, False])
-def test_a_file_that_was_changed_is_read_again(tmp_path: Path, change: Callable[[Path], None], forgets: bool) -> None:
+def test_a_file_that_was_changed_is_read_again(tmp_path: Path, change: Callable[[Path], None]) -> None:
     file = written(tmp_path, b"x" * 100)
     before = content_hash(file)
     time.sleep(0.02)  # file systems tell times apart that are as far from each other as this
     change(file)
-    if forgets:
-        forget()
     assert content_hash(file) == reference(file.read_bytes()) != before
 
 
@@ -125,9 +114,9 @@ def test_what_was_just_written_is_not_kept_however_long_it_is_read(
 
     monkeypatch.setattr(hashing, "_hash", long)
     content_hash(file)
-    assert not hashing._found and not small.exists()
+    assert not small.exists()
     content_hash(file)
-    assert len(hashing._found) == len(list(small.iterdir())) == 1
+    assert len(list(small.iterdir())) == 1
 
 
 @pytest.mark.parametrize("broken", [b"", b"\xff\xfe", b"not one", b"a" * 63, b"[" * 100_000])
@@ -139,6 +128,5 @@ def test_a_damaged_record_is_not_believed(
     (kept,) = small.iterdir()
     record = kept.read_bytes()
     kept.write_bytes(broken)
-    forget()
     assert content_hash(file) == first and reads.count == 2
     assert kept.read_bytes() == record, "it is written again"

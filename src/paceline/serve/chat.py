@@ -106,15 +106,16 @@ class _ChatReply(Choices):
         return super().whole() | self._prompt(0)
 
     def _row(self, row: dict[int, Logprob], token: int) -> dict[str, Any]:
-        """Return the log-probabilities of a token and of the likeliest."""
+        """Return the log-probabilities of a token and of the likeliest; a part of a character has no bytes."""
         likeliest = sorted(row, key=lambda number: row[number].rank)[: self._most]
+        texts = [(row[number], row[number].decoded or "") for number in [token, *likeliest]]
         chosen, *others = (
             {
-                "token": row[number].decoded or "",
-                "logprob": max(row[number].logprob, LEAST_LOGPROB),
-                "bytes": [*self.answer.token_bytes(number)],
+                "token": text,
+                "logprob": max(one.logprob, LEAST_LOGPROB),
+                "bytes": None if "\ufffd" in text else [*text.encode()],
             }
-            for number in [token, *likeliest]
+            for one, text in texts
         )
         return {**chosen, "top_logprobs": others}
 

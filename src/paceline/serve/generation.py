@@ -121,7 +121,6 @@ class Answer:
         self.stats: dict[str, Any] = {}  # `SpecStats.as_dict`, when it has ended
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._server, self._one, self._streams, self._begun = server, one, streams, begun
-        self.token_bytes = server.texts.token_bytes
         self._last: dict[int, float] = {}  # when a sample's last chunk came
         ANSWERS.get([]).append(self)
 

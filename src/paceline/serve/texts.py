@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -37,7 +37,6 @@ class ServedTexts:
         if template is not None:
             self._templates = {"default": template}
         self._tokenizer: Any = None
-        self.token_bytes: Callable[[int], bytes] = lambda _: b""
         self.special: dict[str, int] = {}  # by their text, the special tokens
         if described.tokenizer is not None:
             self._tokenizer = Tokenizer.from_str(described.tokenizer)
@@ -45,7 +44,6 @@ class ServedTexts:
             self._tokenizer.no_padding()
             added = self._tokenizer.get_added_tokens_decoder()
             self.special = {token.content: number for number, token in added.items() if token.special}
-            self.token_bytes = token_bytes(self._tokenizer)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the ids of a text.
@@ -128,39 +126,3 @@ def renderer() -> Callable[..., Any]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template
-
-
-def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Return the bytes that a token stands for: also of a part of a character, whose text alone would be U+FFFD.
-
-    Tokens of a vocabulary that is neither of bytes nor of pieces have those of their text.
-    """
-    decoder = "" if tokenizer.decoder is None else tokenizer.decoder.__getstate__().decode()
-    levels, pieces = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder or '"Metaspace"' in decoder
-    added = tokenizer.get_added_tokens_decoder()
-
-    @lru_cache(maxsize=4096)
-    def of(token: int) -> bytes:
-        piece = tokenizer.id_to_token(token)
-        if piece is None or not (levels or pieces or token in added):
-            return str(tokenizer.decode([token], skip_special_tokens=False)).encode()
-        if token in added:
-            return piece.encode()
-        if levels:
-            return b"".join(_LEVELS[c] if c in _LEVELS else c.encode() for c in piece)
-        byte = _BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
-
-    return of
-
-
-def _byte_levels() -> dict[str, bytes]:
-    """Return the byte of each character in which byte-level vocabularies are written (GPT-2)."""
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in plain]
-    written = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    return {character: bytes([byte]) for byte, character in written.items()}
-
-
-_LEVELS = _byte_levels()
-_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
