@@ -3,7 +3,7 @@
 A file is cut into pieces of 4 MiB; its hash is sha256 over the sha256 of each piece, in order. So all cores can work at
 one file, and the hash does not depend on how many there are.
 
-A hash is kept in the user's cache folder, and holds as long as the file's path, size, times and inode stay what they
+A hash is record in the user's cache folder, and holds as long as the file's path, size, times and inode stay what they
 were. Reading gigabytes again is the worst that happens where that folder cannot be used.
 """
 
@@ -33,18 +33,18 @@ def content_hash(file: Path) -> str:
         OSError: it cannot be read.
     """
     size, state = _state_of(file)
-    kept = (user_cache() or Path(os.devnull)) / "hashes" / state
+    record = (user_cache() or Path(os.devnull)) / "hashes" / state
     with suppress(OSError, ValueError):
-        if re.fullmatch("[0-9a-f]{64}", digest := kept.read_text("ascii")):
+        if re.fullmatch("[0-9a-f]{64}", digest := record.read_text("ascii")):
             return digest
     settled = time.time() - file.stat().st_ctime > SETTLED_S  # before a byte is read: a change would be seen
     digest = _hash(file, size)
     if settled and _state_of(file) == (size, state):
         with suppress(OSError):  # no such folder: it is computed at every start
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            fresh = kept.with_name(f"{state}.{os.getpid()}")  # a concurrent reader finds nothing, or the whole record
+            record.parent.mkdir(parents=True, exist_ok=True)
+            fresh = record.with_name(f"{state}.{os.getpid()}")  # a concurrent reader finds nothing, or the whole record
             fresh.write_text(digest, "ascii")
-            fresh.replace(kept)
+            fresh.replace(record)
     return digest
 
 
