@@ -28,7 +28,7 @@ from ..train.job import finish, prepare
 from ..weights.source import read_config, resolve_folder
 from .learning import files
 from .learning.store import ANSWER, PROMPT, RequestStore, ServedRequest
-from .training import TrainingPlan, accepted_of, job_of
+from .training import accepted_of, job_of
 
 FRESH, MOST, ASIDE = 96, 512, 24  # requests that a round waits for, that it learns from, that it puts aside
 STEPS_A_REQUEST = 0.25
@@ -106,7 +106,7 @@ def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tup
     number, weights = serving(folder, task)
     target = resolve_folder(task["target"], offline=True)
     shape = read_config(target)
-    plan = TrainingPlan(
+    job = job_of(
         kind=task["kind"],
         target=target,
         shape=shape,
@@ -114,12 +114,13 @@ def train(folder: Path, task: dict[str, Any], place: Path, requests: int) -> tup
         held_out=[SourceSpec(file=str(place / "held.jsonl"), domain="served")],
         length=min(PROMPT + ANSWER, shape.max_position),
         cache=place / "states",
+        init=weights,
+        out=place / "training",
+        steps=max(8, round(STEPS_A_REQUEST * requests)),
         seed=number,
         options={"start": "random", "hot_head": 0.0, **task["options"]},
+        config={"final_ratio": 0.1, "learning_rate": task["rate"]},
     )
-    steps = max(8, round(STEPS_A_REQUEST * requests))
-    settings = {"evaluate_every": 0, "final_ratio": 0.1, "learning_rate": task["rate"]}
-    job = job_of(plan, place / "training", steps, weights, **settings)
     trainer = prepare(job)
     was = accepted_of(trainer.evaluate()) or 0.0
     trainer.run()

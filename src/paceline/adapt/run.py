@@ -36,7 +36,7 @@ from . import answering, verdict
 from .config import KIND, AdaptConfig
 from .folder import REPORT, leave
 from .prompts import Questions, collect
-from .training import ROWS, TrainingPlan, train
+from .training import ROWS, job_of, train
 from .work import FULL, RunFolder
 
 ROOM, ANSWER = 512, 128  # tokens of prompt and answer, and of an answer: what people read of it
@@ -167,7 +167,8 @@ class Adaptation:
                 users = self.config.prompts is not None and file.name.startswith(GIVEN)
                 sources.append(SourceSpec(file=str(file), weight=answered * (2.0 if users else 1.0)))
                 tokens += both
-        plan = TrainingPlan(
+        plan = partial(
+            job_of,
             kind=KIND,
             target=self.target,
             shape=self.shape,
@@ -180,7 +181,7 @@ class Adaptation:
         return train(
             plan,
             self.work.folder / "training",
-            max(20, round(EPOCHS * tokens / (ROWS * plan.length))),
+            max(20, round(EPOCHS * tokens / (ROWS * self.room))),
             lambda: self.learning_until_s - self.work.spent_s,
             lambda figures: self.show("training", f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}"),
             lambda text: self.show("learning", text),

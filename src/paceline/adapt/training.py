@@ -6,15 +6,13 @@ Both are ordinary runs of `train.job`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
 from ..model.families import DecoderConfig
-from ..train.data import SourceSpec
 from ..train.job import TrainingJob, finish, prepare
 from ..train.trainer import Phase, TrainConfig, Trainer
 
@@ -29,57 +27,40 @@ FROM_NOTHING = 5.0  # times that, for one that begins at random
 Progress = Callable[[Mapping[str, float]], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingPlan:
-    """The settings that all runs of one drafter share."""
-
-    kind: str
-    target: Path
-    shape: DecoderConfig
-    sources: Sequence[SourceSpec]
-    held_out: Sequence[SourceSpec]
-    length: int  # tokens of a row
-    cache: Path
-    seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)  # next to those that `options_of` chooses
-
-
-def options_of(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the options of its kind for its target."""
-    vocab = plan.shape.vocab_size
-    hot = {"hot_head": min(0.25, HOT_TOKENS / vocab)} if vocab > HOT_TOKENS else {}
-    return {"anchors": 0.5, "start": "target", **hot, **plan.options}
-
-
-def job_of(plan: TrainingPlan, out: Path, steps: int, init: Path | None = None, **changes: Any) -> TrainingJob:
+def job_of(
+    *,
+    shape: DecoderConfig,
+    length: int,
+    steps: int,
+    seed: int,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    **job: Any,
+) -> TrainingJob:
     """Return a run; its highest rate is smaller for wider targets, larger for modules that begin at random.
 
     Args:
-        changes: of its `TrainConfig`.
+        shape: of the target.
+        length: tokens of a row.
+        options: of its kind, before those that its target suggests.
+        config: fields of its `TrainConfig`, in the same way.
+        job: further fields of `TrainingJob`.
     """
-    options = options_of(plan)
+    hot = {"hot_head": min(0.25, HOT_TOKENS / shape.vocab_size)} if shape.vocab_size > HOT_TOKENS else {}
+    options = {"anchors": 0.5, "start": "target", **hot, **(options or {})}
     start = 1.0 if options["start"] == "target" else FROM_NOTHING
     settings = {
         "steps": steps,
-        "learning_rate": min(3e-3, RATE * start * WIDTH / plan.shape.d_model),
+        "learning_rate": min(3e-3, RATE * start * WIDTH / shape.d_model),
         "warmup": min(50, max(1, steps // 10)),
         "weight_decay": 0.02,
         "schedule": "linear",
         "final_ratio": 0.05,
-        "seed": plan.seed,
+        "seed": seed,
+        "evaluate_every": 0,  # the verdict measures what it is worth
+        **(config or {}),
     }
-    return TrainingJob(
-        kind=plan.kind,
-        options=options,
-        config=TrainConfig(**{**settings, **changes}),
-        phases=[Phase(rows=ROWS, length=plan.length)],
-        sources=plan.sources,
-        held_out=plan.held_out,
-        target=plan.target,
-        init=init,
-        out=out,
-        cache=plan.cache,
-    )
+    return TrainingJob(options=options, config=TrainConfig(**settings), phases=[Phase(rows=ROWS, length=length)], **job)
 
 
 def accepted_of(figures: Mapping[str, float]) -> float | None:
@@ -89,7 +70,7 @@ def accepted_of(figures: Mapping[str, float]) -> float | None:
 
 
 def train(
-    plan: TrainingPlan,
+    plan: Callable[..., TrainingJob],
     out: Path,
     most: int,
     left_s: Callable[[], float],
@@ -100,6 +81,7 @@ def train(
     """Train the drafter, or continue.
 
     Args:
+        plan: `job_of`, but for its steps and its folder.
         most: steps at most, which the data are scored for.
         left_s: seconds that are left.
         tell: called with each step's figures.
@@ -113,18 +95,18 @@ def train(
         ConfigError: a full disk; a loss that is not finite. Results so far are kept.
     """
 
-    def run(part: str, steps: int, until: int, **changes: Any) -> tuple[TrainingJob, Trainer]:
+    def run(part: str, steps: int, until: int) -> tuple[TrainingJob, Trainer]:
         def watch(step: int, figures: Mapping[str, float]) -> bool:
             tell(figures)
             return step >= until or left_s() <= 0
 
-        job = job_of(plan, out / part, steps, **changes)
+        job = plan(out=out / part, steps=steps)
         try:
             trainer = prepare(job, watch, say)
         except CapabilityError as error:  # the target's last layer cannot be the start
             if not error.subject.startswith("start="):
                 raise
-            job = job_of(replace(plan, options={**plan.options, "start": "random"}), out / part, steps, **changes)
+            job = plan(out=out / part, steps=steps, options={"start": "random"})
             trainer = prepare(job, watch, say)
         trainer.resume()
         if trainer.step < until:
@@ -135,13 +117,13 @@ def train(
 
     def possible() -> int:
         shutil.rmtree(out / "timed", ignore_errors=True)
-        _, trainer = run("timed", most, min(TIMED, most), evaluate_every=0)
+        _, trainer = run("timed", most, min(TIMED, most))
         steps = min(most, int(SLACK * left_s() * trainer.step / max(trainer.seconds, 1e-3)))
         if steps < min(most, TIMED):
             raise ConfigError("--hours", f"{max(0, steps)} steps fit the time that is left", "give more hours")
         return steps
 
     steps = once("steps", possible)
-    job, trainer = run("run", steps, steps, evaluate_every=0)  # the verdict measures what it is worth
+    job, trainer = run("run", steps, steps)
     result = finish(job, trainer)
     return {"result": str(result.relative_to(out.parent)), "tokens": trainer.tokens, "steps": trainer.step}

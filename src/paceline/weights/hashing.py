@@ -3,7 +3,7 @@
 A file is cut into pieces of 4 MiB; its hash is sha256 over the sha256 of each piece, in order. So all cores can work at
 one file, and the hash does not depend on how many there are.
 
-A hash is record in the user's cache folder, and holds as long as the file's path, size, times and inode stay what they
+A hash is kept in the user's cache folder, and holds as long as the file's path, size, times and inode stay what they
 were. Reading gigabytes again is the worst that happens where that folder cannot be used.
 """
 
