@@ -1,9 +1,6 @@
 """Recipe files: model, data and settings of a training. TOML, read into dataclasses by pydantic.
 
-Unknown keys are refused.
-
-A recipe names its data by file names; whoever trains names the folder that holds the files. Where a manifest lies next
-to the recipe, it gives for each file its hash, its public source, its licence and how it is made from that source.
+Unknown keys are refused. A recipe names its data by file names; whoever trains names the folder that holds the files.
 """
 
 from __future__ import annotations
@@ -19,10 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..core.errors import ConfigError
 from ..core.options import suggest
-from .data import STDLIB, SourceSpec, sha256
+from .data import STDLIB, SourceSpec
 from .trainer import Phase, TrainConfig
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(kw_only=True)
@@ -117,33 +112,10 @@ def _refusal(error: ValidationError, where: Path) -> ConfigError:
 
 
 def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
-    """Return the recipe with its files found in ``folder``, and checked against a manifest that lies next to it.
-
-    Raises:
-        ConfigError: a file that is missing, or is not the one that the manifest names.
-    """
-    path = recipe.where.parent / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"manifest {path}", f"it cannot be read ({error})", "restore it") from error
+    """Return the recipe with its files in ``folder``."""
 
     def located(sources: Sequence[SourceSpec]) -> list[SourceSpec]:
-        return [replace(s, file=_check(s.file, folder, manifest), domain=s.name) for s in sources]
+        places = [s.file if s.file == STDLIB else str(folder / s.file) for s in sources]
+        return [replace(s, file=place, domain=s.name) for s, place in zip(sources, places, strict=True)]
 
     return replace(recipe, sources=located(recipe.sources), held_out=located(recipe.held_out))
-
-
-def _check(name: str, folder: Path, manifest: Mapping[str, Any] | None) -> str:
-    path = folder / name
-    if name == STDLIB or manifest is None:
-        return name if name == STDLIB else str(path)
-    entry = manifest.get(name)
-    if entry is None:
-        raise ConfigError(f"data file {name}", "the manifest does not name it", "add it to the manifest")
-    remedy = f"obtain it: {entry['source']}; {entry['obtain']}"
-    if not path.is_file():
-        raise ConfigError(f"data file {name}", f"it is not in {folder}", remedy)
-    if entry["sha256"] is not None and sha256(path) != entry["sha256"]:  # derived files differ by machine
-        raise ConfigError(f"data file {path}", "its hash is not the manifest's", remedy)
-    return str(path)
