@@ -74,7 +74,7 @@ def test_whatever_is_sent_is_answered_in_form(server: LiveServer, monkeypatch: p
     found = fuzz.Fuzzer(server.url).run(70, 25.0)
     assert not found.wrong and found.cases >= 50
     paths = {name.split()[1] for name in found.statuses}
-    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/tokenize"} <= paths
+    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/v1/responses"} <= paths
     assert {200, 400, 415} <= set().union(*found.statuses.values())
 
 

@@ -27,9 +27,8 @@ from .generation import ANSWERS, Answer, Server
 from .guard import Guard
 from .http import TRANSPORT, APIError, read, unless_gone
 from .messages import CountRequest, MessagesRequest, count_tokens, messages
-from .models import detokenize, tokenize
 from .responses import ResponsesRequest, responses
-from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .schemas import ChatRequest, CompletionRequest
 
 log = logging.getLogger(__name__)
 # Paths of POST: the form of the body and the function that answers it.
@@ -39,8 +38,6 @@ POSTS: dict[str, tuple[type[BaseModel], Callable[[Server, Any], Awaitable[Respon
     "/v1/messages": (MessagesRequest, messages),
     "/v1/messages/count_tokens": (CountRequest, count_tokens),
     "/v1/responses": (ResponsesRequest, responses),
-    "/tokenize": (TokenizeRequest, tokenize),
-    "/detokenize": (DetokenizeRequest, detokenize),
 }
 REFUSALS = ("400", "401", "404", "408", "413", "415", "429", "503")
 

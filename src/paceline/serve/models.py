@@ -1,4 +1,4 @@
-"""Endpoints of the model and the server: models, tokenize, health, load, metrics."""
+"""Endpoints of the model and the server: models, health, load, metrics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
-from ..core.errors import ConfigError
 from .client import EngineDown
-from .generation import Server, field_of
+from .generation import Server
 from .http import APIError, json_response
-from .schemas import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 
@@ -44,28 +42,6 @@ def _card(server: Server, name: str) -> dict[str, Any]:
     most = server.described.max_model_len
     card = {"id": name, "object": "model", "created": server.started, "owned_by": "paceline"}
     return card | {"root": server.described.model, "parent": parent, "max_model_len": most}
-
-
-async def tokenize(server: Server, body: TokenizeRequest) -> Response:
-    """Return the ids of a text, or of a conversation."""
-    if (body.prompt is None) == (body.messages is None):
-        raise APIError(400, "a request has either 'prompt' or 'messages': send one of them", "prompt", "invalid_value")
-    texts, place = server.texts, "messages" if body.prompt is None else "prompt"
-    try:
-        ids = texts.conversation(body) if body.prompt is None else texts.encode(body.prompt, body.add_special_tokens)
-    except ConfigError as error:
-        raise APIError(400, str(error), field_of(place, error) or place, "invalid_value") from error
-    strings = [texts.piece(token) for token in ids] if body.return_token_strs else None
-    most = server.described.max_model_len
-    return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})
-
-
-async def detokenize(server: Server, body: DetokenizeRequest) -> Response:
-    """Return the text of ids."""
-    high = max(body.tokens, default=0)
-    if high >= server.described.vocab_size:
-        raise APIError(400, f"token id {high}: ids go up to {server.described.vocab_size - 1}", "tokens")
-    return json_response({"prompt": server.texts.decode(body.tokens)})
 
 
 @router.get("/health")

@@ -259,26 +259,6 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
-class TokenizeRequest(Strict):
-    """POST /tokenize."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(Strict):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
-
-
 def grammar_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, str] | None:
     """Return the fields of the `Grammar` that a request names; None: it names none.
 

@@ -7,7 +7,7 @@ by transformers' function, which needs no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from ..core.contents import as_read
 from ..core.errors import ConfigError
 from ..runtime.requests import Description
-from .schemas import ChatRequest, TokenizeRequest
+from .schemas import ChatRequest
 
 # Arguments of `apply_chat_template` itself, and what it gives every template.
 _TAKEN = {"self", "conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"}
@@ -61,39 +61,29 @@ class ServedTexts:
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Return the text of ids.
-
-        Raises:
-            ConfigError: no tokenizer, or an id that is none.
-        """
+        """Return the text of ids; raises ConfigError without a tokenizer."""
         if self._tokenizer is None:
             raise ConfigError("the text of token ids", "this model has no tokenizer", "read the ids")
-        try:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
-        except OverflowError as error:
-            raise ConfigError("the text of token ids", "an id is out of range", "give ids of this model") from error
-
-    def piece(self, token: int) -> str:
-        """Return a token as the vocabulary has it; empty: there is no such token."""
-        return "" if self._tokenizer is None else self._tokenizer.id_to_token(token) or ""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def template(self, tools: bool = False) -> str:
         """Return the chat template in use; empty: there is none."""
         return self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default", "")
 
-    def conversation(
-        self, body: ChatRequest | TokenizeRequest, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    def conversation(self, body: ChatRequest, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Return the ids of a conversation in the model's chat template.
 
         Raises:
             ConfigError: no template, one that refuses the messages, or variables that it does not read.
         """
-        messages, template = [message.plain() for message in body.messages or ()], self.template(bool(tools))
+        messages, template = [message.plain() for message in body.messages], self.template(bool(tools))
         if not template or self._tokenizer is None:
             raise ConfigError("a chat", "the model has no chat template", "use /v1/completions with a plain prompt")
         variables = body.chat_template_kwargs or {}
-        _check_variables(variables, template)
+        for name in variables:
+            if name in _TAKEN or not re.search(rf"\b{re.escape(name)}\b", template):
+                wrong = "it is not a variable of the model's chat template"
+                raise ConfigError(f"chat_template_kwargs={name!r}", wrong, "leave it out")
         render = partial(renderer(), chat_template=template)
         try:
             rendered: Any = render(
@@ -107,18 +97,6 @@ class ServedTexts:
             wrong = f"the model's template refuses them ({error})"
             raise ConfigError("these messages", wrong, "check roles") from error
         return self.encode(str(rendered[0][0]), special=False)
-
-
-def _check_variables(names: Iterable[str], template: str) -> None:
-    """Refuse variables that the template does not read, or that a caller may not set.
-
-    Raises:
-        ConfigError: the first of them.
-    """
-    for name in names:
-        if not isinstance(name, str) or name in _TAKEN or not re.search(rf"\b{re.escape(name)}\b", template):
-            wrong = "it is not a variable of the model's chat template"
-            raise ConfigError(f"chat_template_kwargs={name!r}", wrong, "leave it out")
 
 
 def renderer() -> Callable[..., Any]:
