@@ -198,7 +198,6 @@ def description(llm: LLM) -> Description:
     return Description(
         model=config.model,
         max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
         applications=sorted(llm.engine.applications),
         tokenizer=None if backend is None else backend.to_str(),
         chat_templates=template if isinstance(template, dict) else {"default": template} if template else {},

@@ -29,7 +29,6 @@ class Description:
 
     model: str
     max_model_len: int
-    vocab_size: int
     applications: list[str]
     tokenizer: str | None  # the text of tokenizer.json; None: the model has no tokenizer of that kind
     chat_templates: dict[str, str]  # by name; "default" where there is only one

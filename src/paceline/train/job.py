@@ -83,7 +83,7 @@ def prepare(
         target=None if job.target is None else Network.load(job.target, device, frozen=True),
         target_folder=job.target,
         tokenizer=tokenizer,
-        held_out=_held_out(job, held, longest),
+        held_out={s.name: held_out(s.learned(each), longest) for s, each in zip(job.held_out, held, strict=True)},
         device=device,
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
@@ -134,12 +134,6 @@ def _cache(
     inside = partial(products, precision_of(job.config.precision, context.device), context.device)
     cache.complete(partial(make_scorer, job.target, context.target, not exact, inside), batches, say)
     return cache
-
-
-def _held_out(job: TrainingJob, examples: Sequence[Sequence[Example]], length: int) -> dict[str, list[TokenBatch]]:
-    """Return held-out batches by domain."""
-    pairs = zip(job.held_out, examples, strict=True)
-    return {spec.name: held_out(spec.learned(each), length) for spec, each in pairs}
 
 
 def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:

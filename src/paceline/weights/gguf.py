@@ -69,16 +69,6 @@ class GGUFTensor:
         """Return the bytes in the file."""
         return math.prod(self.shape) // self.type.values * self.type.bytes
 
-    def require_product(self) -> None:
-        """Refuse a type that cannot stay as it is.
-
-        Raises:
-            CapabilityError: it is neither plain nor one whose products are compiled.
-        """
-        if self.type.name not in PLAIN and not self.type.compiled:
-            wrong = f"there is no product with its type {self.type.name}"
-            raise CapabilityError(str(self), wrong, "load it with dtype='int8' or 'bfloat16'")
-
     def stored(self) -> StoredRows:
         """Return the tensor's rows where the file has them."""
         raw = self.raw()
@@ -241,21 +231,21 @@ def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
 
 
 # Types of the keys that are read here; arrays of numbers are checked where they are used.
-_RULES = {
-    re.compile(r"tokenizer\.ggml\.(tokens|merges)"): "a list of texts",
-    re.compile(r"tokenizer\.ggml\.(token_type|scores)"): "a list of numbers",
-    re.compile(r"tokenizer\.(ggml\.(model|pre)|chat_template)"): "a text",
-    re.compile(r"general\.(architecture|name)|\w+\.rope\.scaling\.type"): "a text",
-    re.compile(r"tokenizer\.ggml\.\w+_token_id|split\.(no|count|tensors\.count)|general\.alignment"): "a whole number",
-    re.compile(r"tokenizer\.ggml\.add_\w+"): "true or false",
-}
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "a list of texts": lambda value: isinstance(value, list),
-    "a list of numbers": lambda value: isinstance(value, np.ndarray),
-    "a text": lambda value: isinstance(value, str),
-    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "true or false": lambda value: isinstance(value, bool),
-}
+_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (r"tokenizer\.ggml\.(tokens|merges)", "a list of texts", lambda value: isinstance(value, list)),
+    (r"tokenizer\.ggml\.(token_type|scores)", "a list of numbers", lambda value: isinstance(value, np.ndarray)),
+    (
+        r"tokenizer\.(ggml\.(model|pre)|chat_template)|general\.(architecture|name)|\w+\.rope\.scaling\.type",
+        "a text",
+        lambda value: isinstance(value, str),
+    ),
+    (
+        r"tokenizer\.ggml\.\w+_token_id|split\.(no|count|tensors\.count)|general\.alignment",
+        "a whole number",
+        lambda value: type(value) is int,
+    ),
+    (r"tokenizer\.ggml\.add_\w+", "true or false", lambda value: isinstance(value, bool)),
+)
 
 
 class MappedFile:
@@ -298,8 +288,8 @@ class MappedFile:
     def _add(self, key: str, value: Any) -> None:
         if key in self.metadata:
             self.refuse(f"key {shown(key)} is there twice")
-        for pattern, rule in _RULES.items():
-            if pattern.fullmatch(key) and not _FITS[rule](value):
+        for pattern, rule, fits in _RULES:
+            if re.fullmatch(pattern, key) and not fits(value):
                 listed = "a list" if isinstance(value, np.ndarray | list) else shown(value)
                 self.refuse(f"key {shown(key)} is {listed}, and must be {rule}")
         self.metadata[key] = value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,15 +33,11 @@ class Published:
 
     def files(self) -> list[Path]:
         """Return the paths of the file, in the order in which they are tried."""
-        installed = self._installed()
-        return [*([installed] if installed else []), cache() / self.file]
-
-    def _installed(self) -> Path | None:
-        try:
+        spec = None
+        with suppress(ImportError, ValueError):
             spec = find_spec(self.module)
-        except (ImportError, ValueError):
-            return None
-        return Path(spec.origin).parent / self.file if spec is not None and spec.origin else None
+        installed = [Path(spec.origin).parent / self.file] if spec is not None and spec.origin else []
+        return [*installed, cache() / self.file]
 
     def is_whole(self, path: Path) -> bool:
         """Return whether the file exists, with the expected content."""

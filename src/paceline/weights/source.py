@@ -53,16 +53,10 @@ class Source:
         Raises:
             ConfigError: it cannot be read.
         """
-        if not self.tokenizer_files():
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if not is_gguf(self.folder) and not any(is_file(self.folder / name) for name in names):
             return None
         return load_tokenizer(self.folder, self.shape.family)
-
-    def tokenizer_files(self) -> list[Path]:
-        """Return those that are there; a GGUF file is its own."""
-        if is_gguf(self.folder):
-            return [self.folder]
-        files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
-        return [file for file in files if is_file(file)]
 
 
 def resolve(

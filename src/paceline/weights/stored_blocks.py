@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from ..core.errors import CapabilityError
 from ..model.families import DecoderConfig
 from ..model.padding import STEP, groups_of, padded
-from .gguf import GGUFTensor
+from .gguf import PLAIN, GGUFTensor
 from .group_quant import GroupTensor
 from .names import Piece
 
@@ -27,8 +28,9 @@ def in_blocks(pieces: Pieces, config: DecoderConfig) -> dict[str, list[BlockTens
     """
     named: dict[str, list[tuple[Piece, BlockTensor]]] = {}
     for piece, tensor in pieces:
-        if isinstance(tensor, GGUFTensor):
-            tensor.require_product()
+        if isinstance(tensor, GGUFTensor) and tensor.type.name not in PLAIN and not tensor.type.compiled:
+            wrong = f"there is no product with its type {tensor.type.name}"
+            raise CapabilityError(str(tensor), wrong, "load it with dtype='int8' or 'bfloat16'")
         named.setdefault(piece.into, []).append((piece, tensor))
     whole = {name: parts for name, parts in named.items() if _stays(name, parts, groups_of(config))}
     wide = [name for name, parts in named.items() if name not in whole and any(map(_blocked, parts))]

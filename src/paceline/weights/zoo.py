@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -104,15 +105,11 @@ def readable(kind: str) -> dict[str, str]:
 
 
 def _entry(model: str) -> ZooEntry | None:
-    return next((entry for entry in _entries().values() if _is(entry, model)), None)
-
-
-def _is(entry: ZooEntry, name: str) -> bool:
-    try:
-        path = entry.path
-        return name == entry.name or (path is not None and Path(name).expanduser().resolve() == path.resolve())
-    except (OSError, RuntimeError, ValueError):  # no path at all
-        return False
+    """Return the entry of a name, of a folder or of a file."""
+    place = None
+    with suppress(OSError, RuntimeError, ValueError):  # no path at all
+        place = Path(model).expanduser().resolve()
+    return next((e for e in _entries().values() if model == e.name or (e.path and e.path.resolve() == place)), None)
 
 
 def roots() -> list[Path]:
