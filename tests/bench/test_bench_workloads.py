@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from paceline.api.llm import LLM
 from paceline.bench.encoding import Encoded
-from paceline.bench.workloads import WORKLOADS, Prompt, Workload, available, choose, load
+from paceline.bench.workloads import WORKLOADS, Prompt, Workload, choose, load
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.weights import zoo
@@ -108,7 +108,7 @@ def test_unknown_names_and_paths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         load("gsm8k", folder=tmp_path / "no")
     with pytest.raises(ConfigError, match="no such folder"):
-        available(tmp_path / "no")
+        load("mmlu", folder=tmp_path / "no")
 
 
 def test_ids_are_those_that_the_model_computes(small: Any) -> None:

@@ -27,7 +27,7 @@ def leave(
     trained: Mapping[str, Any],
     verdict: Verdict,
 ) -> None:
-    """Copy the drafter to its place, and write card, page and settings; the last of them makes it usable.
+    """Copy the drafter to its place, and write card and settings; the last of them makes it usable.
 
     Args:
         folder: of the run.
@@ -36,7 +36,6 @@ def leave(
         verdict: what it is worth.
     """
     weights, name = folder / adapted.WEIGHTS, Path(config.model).name
-    figures = "\n".join(f"- {line}" for line in verdict.lines())
     with writing(f"--out {folder}", FULL):
         fresh = folder / f"{adapted.WEIGHTS}.part"
         shutil.rmtree(fresh, ignore_errors=True)
@@ -45,21 +44,6 @@ def leave(
         card: dict[str, Any] = {"role": "head", "description": f"drafts for {name}, made by paceline adapt"}
         card |= {"parameters": sum(one.numel for one in headers), "target": name, "read_by": KIND}
         (fresh / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        text = f"""# A drafter for {name}
-
-Made by `paceline adapt`; `training.json` has its data with hashes, settings and losses.
-
-**{verdict.words[:1].upper()}{verdict.words[1:]}.**
-
-Trained on {trained["tokens"]:,} tokens in {trained["steps"]:,} steps, on the model's own answers to given prompts
-and to prompts that it drew itself.
-
-Over plain decoding, on prompts that were put aside, with 95% intervals; ids equal in {verdict.equal} of
-{verdict.sequences} sequences:
-
-{figures}
-"""
-        (fresh / "README.md").write_text(text, encoding="utf-8")
         shutil.rmtree(weights, ignore_errors=True)
         fresh.replace(weights)
         drafter = {PLAIN: "none"}.get(verdict.chosen) or drafters(config, adapted.HERE)[verdict.chosen]

@@ -1,7 +1,7 @@
 """Run `paceline adapt` from beginning to end: answers, training, verdict, and the result.
 
 OUT/adapted.json      how it is drafted with: `draft.adapted` reads it
-OUT/drafter/          the drafter, with training.json, a card for a zoo, and a page that describes it
+OUT/drafter/          the drafter, with training.json and a card for a zoo
 OUT/report/           the bench's report on prompts that nobody learned from
 OUT/adapt.json        completed phases: the same command continues after them
 OUT/answers           token ids; OUT/states the model's states of them; OUT/training checkpoints and logs

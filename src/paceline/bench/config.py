@@ -26,7 +26,7 @@ class BenchConfig:
     methods: tuple[Method, ...] = field(metadata={"cli": False})  # plain decoding among them
     workloads: tuple[str, ...] = option(
         (),
-        help="Workload; repeat it. `paceline bench workloads` lists the names. Default: all that come with Paceline.",
+        help="Workload, of bench/workloads.toml or a file; repeat it. Default: all that come with Paceline.",
         flag="--workload",
         metavar="NAME|PATH",
     )

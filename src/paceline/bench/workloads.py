@@ -92,15 +92,6 @@ WORKLOADS = {name: Workload(name=name, **facts) for name, facts in _TABLE.items(
 # -- finding and loading
 
 
-def available(folder: str | Path | None = None) -> list[tuple[Workload, str | None]]:
-    """Return every named workload and its source; None: its file is missing.
-
-    Raises:
-        ConfigError: ``folder`` is not a folder.
-    """
-    return [(entry, _file(entry, folder)[1]) for entry in WORKLOADS.values()]
-
-
 def load(
     name_or_path: str | Path,
     *,

@@ -20,7 +20,6 @@ from ..bench.passes import PassSize, time_passes
 from ..bench.report import FILES, figures_page, figures_table
 from ..bench.run import Run
 from ..bench.summary import Summary
-from ..bench.workloads import available
 from ..core.errors import ConfigError
 from ..kv.pool import KVPool
 from . import INTERRUPTED
@@ -92,20 +91,6 @@ def bench(
         raise typer.Exit(INTERRUPTED)
     if any(not e.passed and report.is_own(e.method) for e in report.exactness):
         raise typer.Exit(1)
-
-
-@app.command()
-def workloads(
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of workloads that do not come along.")
-    ] = None,
-) -> None:
-    """List the workloads: those packaged with Paceline, and those read from a folder."""
-    table = figures_table(("workload", "title", "read from", "licence", "source"), (), words=5)
-    for row, origin in available(data):
-        cells = (row.name, row.title, origin or f"needs --data with {row.file}", row.licence, row.source)
-        table.add_row(*cells, style=None if origin else "dim")
-    stdout().print(table)
 
 
 @app.command()

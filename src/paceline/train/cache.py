@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, StorageError
+from ..core.errors import ConfigError
 from .data import Example, SourceSpec, TokenBatch, mark
 from .features import needed_states
 from .files import plain, writing
@@ -113,22 +112,17 @@ class TopCache:
         batches: Iterable[TokenBatch],
         say: Callable[[str], None],
     ) -> None:
-        """Score what the run reads in all of its batches and the cache lacks; the space needed is logged before a byte
-        is written. The scorer is made where something is to be scored.
+        """Score what the run reads in all of its batches and the cache lacks.
+
+        The scorer is made where something is to be scored.
 
         Raises:
-            ConfigError: a disk that is too small or full.
+            ConfigError: a disk that is full; scored documents stay.
         """
         wishes = self._wishes(batches)
         if wishes:
-            there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
-            free, tokens = shutil.disk_usage(there).free, _tokens(wishes)
-            size = tokens * self.kind.itemsize
-            space = f"{size:,} bytes ({size / 1e6:,.0f} MB)"
-            say(f"cache {self.folder}: {tokens:,} tokens to score, {space}; {free / 1e6:,.0f} MB are free")
-            if size > free:
-                wrong = f"the model's scores take {space}, and {free / 1e6:,.0f} MB are free"
-                raise StorageError(f"--cache {self.folder}", wrong, "free space, name another folder, or leave it out")
+            size = (tokens := _tokens(wishes)) * self.kind.itemsize
+            say(f"cache {self.folder}: {tokens:,} tokens to score, {size / 1e6:,.0f} MB")
             remedy = "free space there, or train without --cache; scored documents stay, the same command continues"
             with writing(f"--cache {self.folder}", remedy):
                 self._score(make_scorer(), wishes, say)
