@@ -5,10 +5,10 @@ same figures (the bootstrap's seed is fixed).
 
 A speed-up is a ratio of tokens a second between two methods on the same prompts in the same repeat. Of each
 group of prompts the median over its repeats counts, of the groups the geometric mean, and of several
-workloads the geometric mean of theirs. The interval is a percentile bootstrap over groups, and over repeats
-within a group (Davison and Hinkley 1997, section 3.8: two nested levels, both resampled with replacement).
+workloads the geometric mean of theirs. The interval is a percentile bootstrap over groups, whose repeats stay together
+(Davison and Hinkley 1997, section 3.8).
 
-Axis letters: G groups, R repeats, S resamples.
+Axis letter: S resamples.
 """
 
 from __future__ import annotations
@@ -227,24 +227,13 @@ def _sample(logs: list[list[float]], label: str) -> Sample:
 
 
 def bootstrap(logs: Sequence[Sequence[float]], generator: np.random.Generator, resamples: int = RESAMPLES) -> Floats:
-    """Return [S] means over groups of the medians over repeats, both drawn again with replacement each time.
+    """Return [S] means over groups of the medians over repeats, groups drawn again with replacement each time.
 
     Args:
-        logs: one list a group, one entry a repeat.
+        logs: one list a group, one entry a repeat; the repeats of a single group are drawn themselves.
     """
-    groups = generator.integers(0, len(logs), (resamples, len(logs)))  # [S, G]
-    counts = np.array([len(group) for group in logs])  # [G]
-    values = np.full((len(logs), int(counts.max())), np.inf)  # [G, R], +inf where a repeat is missing
-    for place, group in enumerate(logs):
-        values[place, : len(group)] = group
-    size = counts[groups][..., None]  # [S, G, 1]
-    repeats = (generator.random((*groups.shape, values.shape[1])) * size).astype(np.intp)  # [S, G, R]
-    drawn = values[groups[..., None], repeats]
-    drawn[np.arange(values.shape[1]) >= size] = np.inf
-    drawn.sort(axis=-1)  # missing repeats go last, so that the middle of the first `size` is the median
-    lower = np.take_along_axis(drawn, (size - 1) // 2, axis=-1)[..., 0]
-    upper = np.take_along_axis(drawn, size // 2, axis=-1)[..., 0]
-    return ((lower + upper) / 2).mean(axis=1)
+    values = np.array([median(group) for group in logs] if len(logs) > 1 else logs[0])
+    return values[generator.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
 
 
 def percentile_bounds(resamples: Floats) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import zmq
@@ -23,7 +23,7 @@ import zmq
 from ..core.errors import WorkerRestarted
 from ..model.stages import Frame, Stage
 from .messages import Clear, Compute, Dropped, Ready, Verdicts
-from .remote import LOOK_S, Remote, WorkerFailed, receive
+from .remote import LOOK_S, Remote, receive
 from .wire import Late, Line, connected, listening
 from .workers import Workers
 
@@ -94,7 +94,6 @@ class StageWorkers(Workers):
         self._first = ""  # address of the first stage's frames ..
         self._out: Line | None = None  # .. and the line to it
         self._in_flight = InFlight(self.count)
-        self._late = 0  # frames in a row that were lost, and no stage was at fault
         self._clear = True  # whether the stages are to be sent the epoch
         self._waits: set[int] = set()  # stages whose `Ready` is awaited
         self._ranks_s = 0.0 if last.decoder.ranks is None else RANKS_S
@@ -118,7 +117,6 @@ class StageWorkers(Workers):
         out = self.last.run(self._arrived(due) if self.workers else due.frame)
         if out.rows:
             self._before.clear()
-            self._late = 0
         return out
 
     def rest(self) -> bool:
@@ -146,22 +144,12 @@ class StageWorkers(Workers):
                 self.look()
             waited = time.monotonic() - began
             if waited > self.limit_s(due.rows) + self._ranks_s:
-                self._too_late(due.rows, waited)
+                # The one that has been at its work, or silent, for longest.
+                worker = max(self.workers, key=lambda one: max(one.busy_s, one.silent_s))
+                worker.failed(f"hangs: at {due.rows} rows for {waited:.1f} s")
+                self.look()
         self._in_flight.came(message.seconds)
         return message.frame
-
-    def _too_late(self, rows: int, waited: float) -> NoReturn:
-        """Raise as `tick`; the stage that is at its work, or silent, for longest hangs."""
-        worker = max(self.workers, key=_still_s)
-        if (still := _still_s(worker)) > waited / 2:
-            worker.failed(f"hangs: at {rows} rows for {still:.1f} s")
-        self.look()
-        why = f"no stage returns {rows} rows for {waited:.1f} s"
-        self._late += 1
-        if self._late > 1:
-            self._late = 0
-            raise WorkerFailed(f"{why}, twice in a row, and each stage is well")
-        raise WorkerRestarted(why)
 
     def look(self) -> None:
         """Implement `Workers`; a stage that lost its K/V has its passes lost, too."""
@@ -224,8 +212,3 @@ class StageWorkers(Workers):
             self._read(min(self._waits), LOOK_S)
             self.look()
         self._clear = False
-
-
-def _still_s(worker: Remote) -> float:
-    """Return the seconds for which a worker is at one piece of work, or silent."""
-    return max(worker.busy_s, worker.silent_s)
