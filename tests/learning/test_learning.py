@@ -212,9 +212,8 @@ def test_the_learner_learns_checks_and_offers(
 def test_a_learner_that_dies_is_started_again_and_ends_with_the_server(
     target: Path, heads: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed, it comes back; while a request runs it is stopped, where no core is free; no request hears of it."""
+    """Killed, it comes back; no request hears of it."""
     monkeypatch.setattr(serving, "AGAIN_S", 0.1)
-    monkeypatch.setattr(serving.os, "cpu_count", lambda: 1)
     llm = LLM(str(target), drafter=f"eagle:{heads[0]}", learn=str(tmp_path / "learn"), threads=1)
     learning = llm.learning
     wait_for(lambda: learning._process is not None)
@@ -226,12 +225,7 @@ def test_a_learner_that_dies_is_started_again_and_ends_with_the_server(
         wait_for(lambda: learning._process.pid not in pids and learning._process.poll() is None)
         pids.add(learning._process.pid)
     assert learning.starts == len(pids) == 3
-    stream = llm.stream({"prompt_token_ids": [5, 6, 7, 8]}, PARAMS)
-    next(stream)
     state = Path(f"/proc/{learning._process.pid}/stat")
-    wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
-    list(stream)
-    wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] != "T")
     assert os.getpriority(os.PRIO_PROCESS, 0) < 19
     learning.close()
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...api.assembly.drafting import drafter_context, drafter_of
 from ...api.assembly.models import LoadedModel
 from ...api.config import LLMConfig
@@ -59,7 +57,7 @@ def begin(config: LLMConfig, target: LoadedModel, engine: Engine) -> Learning:
         "options": {"depth": int(getattr(part, "depth", DEPTH))},
         "rate": min(1e-3, RATE * WIDTH / shape.d_model),
     }
-    learning = Learning(Path(config.learn).absolute(), engine, part, build, task, torch.get_num_threads())
+    learning = Learning(Path(config.learn).absolute(), engine, part, build, task)
     log.warning(
         "learning is on: token ids of requests are kept in %s; a request with store: false is not", learning.folder
     )

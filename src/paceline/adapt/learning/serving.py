@@ -1,7 +1,6 @@
 """The server's side of learning: keeps requests, runs the learner, and lets better drafters take over.
 
-The learner is a process of the lowest priority. Where the engine's threads leave no core free it is stopped as soon as
-a request runs, and continues when none has for a moment. What it offers was checked on requests that it had not learned
+The learner is a process of the lowest priority. What it offers was checked on requests that it had not learned
 from; it takes over between two steps, and the one before it returns where fewer of its tokens are accepted. Tokens of
 answers are the target's in any case.
 """
@@ -12,7 +11,6 @@ import atexit
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -35,7 +33,6 @@ from .store import RequestStore
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between two looks at engine, learner and offers
-IDLE_S = 0.5  # without a request, before the learner continues
 AGAIN_S, LONGEST_S = 20.0, 300.0  # between two starts of the learner, which may die: at first, and at most
 WAITING = 256  # requests that have ended and are not written down yet; of more the oldest are left out
 WINDOW = 64  # requests after which two drafters are compared at work
@@ -53,7 +50,6 @@ class Learning:
         part: the drafter that is learned, as the engine runs it.
         build: makes another one of its kind.
         task: what the learner is to know: model, kind, weights.
-        threads: of the engine.
 
     Raises:
         ConfigError: a folder that cannot be used.
@@ -66,19 +62,17 @@ class Learning:
         part: StateDrafter,
         build: Build,
         task: dict[str, Any],
-        threads: int,
     ) -> None:
         self.folder, self.engine, self.part, self._build, self._task = folder, engine, part, build, task
         self._private()
         self.store = RequestStore(folder / files.REQUESTS)
-        self.spare = (os.cpu_count() or 1) - threads >= 1  # a core that the engine leaves to the learner
         self.number, self.before, self.last_check = 0, 0, {}  # type: tuple[int, int, dict[str, Any]]
         self.kept = self.left_out = self.taken = self.returned = self.starts = 0
         self._ready: tuple[int, StateDrafter] | None = None
         self._good: dict[str, Any] | None = None  # the part as it was before the last one took over
         self._accepted: dict[int, deque[float]] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopped, self._ended = False, Event()
+        self._ended = Event()
         self._tried = 0
         self._to_keep: deque[tuple[list[int], list[int]]] = deque(maxlen=WAITING)
         self._thread = Thread(target=self._watch, name="paceline-learning", daemon=True)
@@ -115,9 +109,7 @@ class Learning:
         self.kept += 1
 
     def between(self) -> None:
-        """Make room for the learner before a step, and replace the drafter by one that is ready."""
-        if not self.spare and not self._stopped:
-            self._signal("SIGSTOP")
+        """Replace the drafter before a step by one that is ready, or by the one before."""
         if self._ready is not None:
             number, fresh = self._ready
             self._ready = None
@@ -153,14 +145,10 @@ class Learning:
 
     def _watch(self) -> None:
         """Look after the learner while the engine runs."""
-        idle, again, pause = monotonic(), 0.0, AGAIN_S
+        again, pause = 0.0, AGAIN_S
         while not self._ended.wait(LOOK_S):
             now = monotonic()
             self._keep()
-            if self.engine.live:
-                idle = now
-            elif now - idle > IDLE_S and self._stopped:
-                self._signal("SIGCONT")
             if (self._process is None or self._process.poll() is not None) and now >= again:
                 self._start()
                 again, pause = now + pause, min(2 * pause, LONGEST_S)
@@ -205,14 +193,7 @@ class Learning:
         except OSError as error:
             log.warning("the learner cannot be started: %s", error)
             return
-        self.starts, self._stopped = self.starts + 1, False
-
-    def _signal(self, name: str) -> None:
-        """Stop the learner, or let it continue; where processes cannot be stopped, its priority is all there is."""
-        self._stopped = name == "SIGSTOP"
-        number = getattr(signal, name, None)
-        if number is not None and self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        self.starts += 1
 
     def close(self) -> None:
         """End the learner; stored requests stay."""
