@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from random import Random
@@ -90,8 +91,8 @@ class Adaptation:
     def show(self, what: str, text: str = "") -> None:
         """Show the progress."""
         self.work.tick()
-        rest_s = max(0.0, self.work.left_s)
-        self._show(f"{what}{': ' if text else ''}{text}, {_time(rest_s)} left")
+        rest = timedelta(seconds=max(0, int(self.work.left_s)))
+        self._show(f"{what}{': ' if text else ''}{text}, {rest} left")
 
     @cached_property
     def questions(self) -> list[Questions]:
@@ -245,7 +246,7 @@ def adapt(config: AdaptConfig, say: Say, show: Say, command: str = "adapt") -> v
         try:
             run = Adaptation(config, work, show, command)
             tokens = work.once("answers", run.answers)["tokens"]
-            say(f"{tokens:,} tokens of answers, done in {_time(work.left_s)}")
+            say(f"{tokens:,} tokens of answers, with {work.left_s / 60:.0f} minutes left")
             trained = work.once("training", run.train)
             judgement = verdict.Verdict(**work.once("verdict", lambda: asdict(run.judge(trained["result"]))))
             leave(config, work.folder, facts["model"], trained, judgement)
@@ -266,8 +267,3 @@ def check_memory(config: AdaptConfig, target: Path) -> None:
         wrong = f"learning from it takes about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         remedy = "free memory, take a machine with more, or draft with look-ups, which need none: --drafter suffix"
         raise ConfigError(f"model {config.model}", wrong, remedy)
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

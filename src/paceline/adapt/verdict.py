@@ -104,16 +104,16 @@ def _words(chosen: str, speedups: dict[str, Interval], kinds: dict[str, dict[str
         count = max((each.pairs for each in speedups.values()), default=0)
         few = f"for {count} prompts alone" if count else "for no prompt"
         return f"there is no verdict: there was time {few}. Look-ups are left; give it more hours"
-    if chosen in (NEW, BOTH):
-        what = "the new drafter" if chosen == NEW else "the new drafter with look-ups"
-        return f"{what} pays: {_times(speedups[chosen])} of plain decoding on prompts it never saw"
-    if chosen == PRESENT:
-        return f"the new drafter pays less than the one that the model has: {_times(speedups[PRESENT])}, which is left"
-    if chosen == LOOK_UPS:
-        each = speedups[LOOK_UPS]
-        other = f"look-ups alone give {_times(each)} of plain decoding" if each.low > 1 else "nothing surely does"
-        return f"the new drafter pays no more than look-ups, or not on every kind of prompt: {other}; look-ups are left"
-    return "nothing pays: every drafter is slower than plain decoding. Plain decoding is left"
+    pays = f"{_times(speedups[chosen])} of plain decoding on prompts it never saw" if chosen in speedups else ""
+    each = speedups.get(LOOK_UPS)
+    alone = f"look-ups alone give {_times(each)} of plain decoding" if each and each.low > 1 else "nothing surely does"
+    return {
+        NEW: f"the new drafter pays: {pays}",
+        BOTH: f"the new drafter with look-ups pays: {pays}",
+        PRESENT: f"the new drafter pays less than the one that the model has, which is left: {pays}",
+        LOOK_UPS: f"the new drafter pays no more than look-ups, or not on every kind of prompt: {alone}; they are left",
+        PLAIN: "nothing pays: every drafter is slower than plain decoding. Plain decoding is left",
+    }[chosen]
 
 
 def _times(ratio: Interval) -> str:

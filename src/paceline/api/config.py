@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import HIGHEST, check, shown
@@ -22,7 +22,7 @@ from .options import AUTO_DRAFTER, AUTO_ROUND, LLMOptions
 from .options import MAX_THREADS as MAX_THREADS
 from .split import parse_cluster, parse_split
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_SIZE = TypeAdapter(ByteSize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +128,13 @@ def parse_bytes(value: str | int) -> int:
     Raises:
         ConfigError: not a size.
     """
-    size: float | None = value if isinstance(value, int) and not isinstance(value, bool) else None
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?\s*", value.lower())
-        size = None if match is None else float(match[1]) * _UNITS[match[2] or ""]
-    if size is None or not 0 <= size <= HIGHEST:
+    try:
+        size = int(_SIZE.validate_python(f"{str(value).strip().lower().removesuffix('b')}b"))  # 2g, 2gi and 2gib, too
+    except ValidationError:
+        size = -1
+    if not 0 <= size <= HIGHEST:
         raise ConfigError(f"kv_memory={shown(value)}", "not a size", "write bytes, or a number with MiB or GiB")
-    return int(size)
+    return size
 
 
 def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:

@@ -128,12 +128,15 @@ def load(
         facts |= {"description": "from a file", "licence": "not stated", "chat": True, "max_new_tokens": 128}
         entry = Workload(**facts)
     else:
-        file, origin_found = _file(entry, folder)
-        if origin_found is None:
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
+        files = [Path(folder) / f"{entry.file}{packed}" for packed in ("", ".gz")] if folder is not None else []
+        sample = [HERE / "data" / f"{entry.name}.jsonl"] if entry.packaged else []
+        if (path := next((one for one in [*files, *sample] if one.is_file()), None)) is None:
             where = f"{folder} has no {entry.file}" if folder else "it does not come with the package"
             remedy = f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data"
             raise ConfigError(f"workload {entry.name!r}", f"{where} (licence: {entry.licence})", remedy)
-        origin = origin_found
+        file, origin = path, PACKAGED if path in sample else str(path)
     prompts = _parse(file, origin, entry.name)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
     return replace(entry, origin=origin, prompts=tuple(chosen), total=len(prompts))
@@ -159,16 +162,6 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
 
     decks = [shuffled(groups[name]) for name in shuffled(sorted(groups))]
     return [prompt for turn in zip_longest(*decks) for prompt in turn if prompt is not None][:limit]
-
-
-def _file(entry: Workload, folder: str | Path | None) -> tuple[Path, str | None]:
-    """Return the source of a named workload, and its name in a report; None: its file is missing."""
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
-    files = [Path(folder) / f"{entry.file}{packed}" for packed in ("", ".gz")] if folder is not None else []
-    sample = HERE / "data" / f"{entry.name}.jsonl"
-    user_file = next(((path, str(path)) for path in files if path.is_file()), None)
-    return user_file or (sample, PACKAGED if entry.packaged else None)
 
 
 # -- records

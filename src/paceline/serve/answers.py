@@ -152,7 +152,7 @@ class Choices(Reply):
 
     def _ends(self) -> dict[str, Any]:
         """Return what follows the choices; next to OpenAI's fields where there was one prompt."""
-        return {"usage": usage(self.answers)} | (self.answer.ends() if len(self.answers) == 1 else {})
+        return {"usage": usage(self.answers)} | ({"stats": self.answer.stats} if len(self.answers) == 1 else {})
 
     def _prompt(self, place: int) -> dict[str, Any]:
         """Return what the request needs of a prompt: its ids, and at the end its log-probabilities."""

@@ -169,10 +169,6 @@ class Answer:
         passes = f"{self.stats['mean_accepted_length']:.2f} a pass" if self.stats else "not finished"
         return f"{self.completion_tokens} tokens, {passes}"
 
-    def ends(self) -> dict[str, Any]:
-        """Return what every answer ends with, next to the fields of its API."""
-        return {"stats": self.stats}
-
 
 def usage(answers: list[Answer]) -> dict[str, Any]:
     """Return the token counts of a request's answers so far, in OpenAI's form."""

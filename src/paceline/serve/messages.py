@@ -259,7 +259,7 @@ class MessageReply(Reply):
     def end(self) -> Iterator[Event]:
         """Yield the end of the message, see `Reply`."""
         yield from self._close()
-        rest = self.answer.ends() | self._shown
+        rest = {"stats": self.answer.stats} | self._shown
         yield {"type": "message_delta", "delta": self._stop, "usage": self._usage(), **rest}
         yield {"type": "message_stop"}
 
@@ -273,4 +273,4 @@ class MessageReply(Reply):
         for block, call in zip(uses, self._reader.calls, strict=True):
             block["input"] = json.loads(call["arguments"])
         self._blocks = self._blocks or [{"type": "text", "text": ""}]
-        return self._message() | self.answer.ends() | self._shown
+        return self._message() | {"stats": self.answer.stats} | self._shown

@@ -212,7 +212,7 @@ class _ResponseReply(Reply):
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or []],
             "usage": counts,
-            **(self.answer.ends() | self._shown if ended else {}),
+            **({"stats": self.answer.stats} | self._shown if ended else {}),
         }
 
     def _event(self, kind: str, **fields: Any) -> Event:
