@@ -68,10 +68,6 @@ class BenchConfig:
         check(self)
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
-        for name in ("workloads", "batches", "temperatures", "top_ks", "contexts"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values) or not (values or name == "workloads"):
-                raise ConfigError(f"{name}={values}", "a value is repeated, or the list is empty", "give each once")
         if self.waves > 1 and (peer := next((m for m in self.methods if not m.ours), None)):
             wrong = f"{peer.name} is run by whole batches"
             raise ConfigError(f"--waves {self.waves}", wrong, "leave it out, or the method")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -210,9 +209,4 @@ def _words(error: BaseException) -> str:
         return f"failed: {text.strip().splitlines()[-1]}"
     if "node has died" in text or "node is dead" in text:
         return HOST_LEFT
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return "cannot be reached"
-    reason = re.search(r"(?:died|dead) because (.*)", text)
-    if "ray.kill" in text:
-        return "was ended"
-    return f"died: {'its process has ended' if reason is None or 'worker process' in reason[1] else reason[1]}"
+    return "died: its process has ended"

@@ -40,8 +40,11 @@ class Phase:
     """Part of a run, with rows of one length."""
 
     until: float = 1.0  # fraction of the steps at which it ends
-    rows: int = 8  # of a step
-    length: int = 512  # tokens
+    rows: int = option(8, help="rows of a step", minimum=1)
+    length: int = option(512, help="tokens of a row", minimum=2)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +129,6 @@ class Trainer:
         if not ends or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
             remedy = "give each phase a later end, the last 1.0"
             raise ConfigError(f"phases that end at {ends}", "they must rise to 1.0", remedy)
-        for phase in self.phases:
-            if phase.rows < 1 or phase.length < 2:
-                subject, wrong = f"{phase.rows} rows of {phase.length} tokens", "a step has no row of two tokens"
-                raise ConfigError(subject, wrong, "give 1 row or more, each of 2 tokens or more")
         settings = {**asdict(config), "precision": self.precision, "phases": [asdict(phase) for phase in self.phases]}
         self.facts = {"recipe": recipe.name, **settings, **(facts or {})}
         self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}

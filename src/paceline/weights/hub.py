@@ -59,12 +59,10 @@ def from_hub(name: str, revision: str | None, offline: bool) -> Path:
         wrong = f"neither a folder nor a hub name ({first_line(error)})"
         raise ConfigError(f"model {shown(name)}", wrong, "check the name") from error
     except LocalEntryNotFoundError as error:
-        wrong = "not a folder nor an embedded model, not in the local cache, and the hub "
-        wrong += "is switched off" if offline else f"({constants.ENDPOINT}) is out of reach"
-        remedy = "check the network, or name a local folder; with --offline the hub is not waited for"
-        remedy = "download it once without offline" if offline else remedy
-        remedy += "; `paceline models` lists the models that are known by name"
-        raise ConfigError(f"model {shown(name)}", wrong, remedy) from error
+        state = "is switched off" if offline else f"({constants.ENDPOINT}) is out of reach"
+        wrong = f"not a folder nor an embedded model, not in the local cache, and the hub {state}"
+        remedy = "download it once without offline" if offline else "check the network, or name a local folder"
+        raise ConfigError(f"model {shown(name)}", wrong, f"{remedy}; `paceline models` lists known names") from error
     except Exception as error:  # the client's transport library, and so its errors, differ by version
         wrong = f"the hub refuses it ({first_line(error)})"
         raise ConfigError(f"model {shown(name)}", wrong, "check name, revision, access") from error
