@@ -56,7 +56,9 @@ class ToolParser:
     def end(self) -> list[ParsedPiece]:
         """Return the rest of the content, and the calls; call it once, after the last `feed`."""
         pieces = _parse(self._family, self._text)
-        return [*filter(None, [str(pieces[0])[self._emitted :], *pieces[1:]])] if self._emitted else pieces
+        if self._emitted:
+            pieces[0] = str(pieces[0])[self._emitted :]
+        return [piece for piece in pieces if piece]
 
 
 def _parse(family: str, text: str) -> list[ParsedPiece]:
