@@ -75,7 +75,6 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
         (["--batch", "1,x"], "--batch 1,x"),
         (["--workload", "drop"], "--data"),
         (["--prompts", "0"], "prompts=0: prompts must be 1 or more"),
-        (["--batch", "1,1"], "is repeated"),
         (["--temperature", "-1"], "temperatures must be 0 or more"),
         (["--workload", "boks"], "books"),
         (["--prompts", "2", "--batch", "4"], "batch 4 of wikisql"),

@@ -44,6 +44,7 @@ def test_ranks_that_are_killed_and_stopped_are_named_in_time_and_change_no_token
     decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.runtime.workers.HANG_S", 2.0)
+    monkeypatch.setattr("paceline.runtime.workers.HANG_ROW_S", 0.1)
     engine, line = engine_over(decoder)
     assert ids(run(engine, JOBS)) == expected and line.faults == []
     engine.forget()
