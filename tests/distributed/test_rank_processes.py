@@ -43,9 +43,8 @@ def expected() -> list[list[int]]:
 def test_ranks_that_are_killed_and_stopped_are_named_in_time_and_change_no_token(
     decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.runtime.workers.HANG_S", 2.0)
-    monkeypatch.setattr("paceline.runtime.workers.HANG_ROW_S", 0.1)
     engine, line = engine_over(decoder)
+    monkeypatch.setattr(line, "limit_s", lambda rows: 2.0)
     assert ids(run(engine, JOBS)) == expected and line.faults == []
     engine.forget()
     left, sent, named, runs = dict(PLAN), list[tuple[str, float]](), list[float](), line.runs
