@@ -1,4 +1,4 @@
-"""Send a running server what its own ``/openapi.json`` allows, what it forbids, and torn bodies.
+"""Send a running server what its forms allow, what they forbid, and torn bodies.
 
     paceline serve --request-s 1 &
     python tools/fuzz_server.py http://127.0.0.1:8000 --cases 20000
@@ -22,7 +22,11 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from pydantic.json_schema import models_json_schema
 from schemathesis import Case, GenerationMode
+
+from paceline.serve.app import POSTS
+from paceline.serve.models import GETS
 
 TIMEOUT_S = 20.0
 ANTHROPIC = "/v1/messages"  # the paths below it have another form of errors
@@ -87,6 +91,23 @@ def fault(path: str, answer: requests.Response) -> str:
     return ""
 
 
+def description() -> dict[str, Any]:
+    """The server's endpoints and forms, as OpenAPI has them."""
+    place, one = "#/components/schemas/{model}", {"name": "model", "in": "path", "required": True}
+    responses = {"default": {"description": "an answer"}}
+    paths: dict[str, Any] = {}
+    for path in GETS:
+        given_in = [one | {"schema": {"type": "string"}}] if "{model" in path else []
+        paths[path.replace(":path", "")] = {"get": {"parameters": given_in, "responses": responses}}
+    for path, (form, _) in POSTS.items():
+        content = {"application/json": {"schema": {"$ref": place.format(model=form.__name__)}}}
+        paths[path] = {"post": {"requestBody": {"required": True, "content": content}, "responses": responses}}
+    kinds: Any = [(form, "validation") for form, _ in POSTS.values()]
+    schemas = models_json_schema(kinds, ref_template=place)[1]["$defs"]
+    head = {"openapi": "3.1.0", "info": {"title": "Paceline", "version": "1"}}
+    return {**head, "paths": paths, "components": {"schemas": schemas}}
+
+
 class Fuzzer:
     """Sends cases and judges answers.
 
@@ -98,7 +119,7 @@ class Fuzzer:
     def __init__(self, url: str, seed_: int = 0) -> None:
         self.found = Found()
         self._url, self._seed, self._session = url, seed_, requests.Session()
-        self._schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        self._schema = schemathesis.openapi.from_dict(description())
 
     def run(self, cases: int, seconds: float) -> Found:
         """Send so many cases, or as many as there is time for, in turns of all operations."""

@@ -46,7 +46,7 @@ def serve(
         paceline serve folder/model.gguf --port 8080
         paceline serve --host 0.0.0.0 --api-key-file keys.txt
     """
-    missing = [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]
+    missing = [package for package in ("starlette", "uvicorn", "prometheus_client") if find_spec(package) is None]
     if missing:
         remedy = f"run {sys.executable} -m pip install 'paceline[serve]'"
         raise CapabilityError("paceline serve", f"packages are missing: {', '.join(missing)}", remedy)

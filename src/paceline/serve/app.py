@@ -1,4 +1,4 @@
-"""The parts of the server put together, and the page ``/openapi.json``."""
+"""The parts of the server put together."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import __version__
 from . import models, playground
 from .chat import chat
 from .completions import completions
@@ -39,7 +37,6 @@ POSTS: dict[str, tuple[type[BaseModel], Callable[[Server, Any], Awaitable[Respon
     "/v1/messages/count_tokens": (CountRequest, count_tokens),
     "/v1/responses": (ResponsesRequest, responses),
 }
-REFUSALS = ("400", "401", "404", "408", "413", "415", "429", "503")
 
 
 def make_app(server: Server, config: ServeConfig) -> ASGIApp:
@@ -50,26 +47,19 @@ def make_app(server: Server, config: ServeConfig) -> ASGIApp:
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         server.client.start()
         preparing = asyncio.ensure_future(server.prepare())
         yield
         preparing.cancel()
         await server.client.close()
 
-    app = FastAPI(
-        title="Paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    routes = [Route(path, _posted(form, answer), methods=["POST"]) for path, (form, answer) in POSTS.items()]
+    routes += [Route(path, answer) for path, answer in (models.GETS | playground.GETS).items()]
+    refusals: Any = dict.fromkeys((APIError, HTTPException, ClientDisconnect, Exception), _refused)
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=refusals)
+    app.router.redirect_slashes = False
     app.state.server = server
-    for path, (form, answer) in POSTS.items():
-        app.add_api_route(
-            path, _posted(form, answer), methods=["POST"], name=answer.__name__, description=answer.__doc__
-        )
-    app.include_router(models.router)
-    app.include_router(playground.router)
-    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
-    for kind in (APIError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _refused)
     return logged(Guard(app, config, config.keys()))
 
 
@@ -109,24 +99,6 @@ def _posted(
         return await unless_gone(request.receive, answer(server, body))
 
     return posted
-
-
-def _schema(app: FastAPI) -> dict[str, Any]:
-    """Return the page ``/openapi.json``; endpoints read bodies themselves, so their schemas are added here."""
-    if app.openapi_schema is None:
-        page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        where = "#/components/schemas/{model}"
-        kinds: Any = [(form, "validation") for form, _ in POSTS.values()]
-        page.setdefault("components", {})["schemas"] = models_json_schema(kinds, ref_template=where)[1]["$defs"]
-        for path, (form, _) in POSTS.items():
-            content = {"application/json": {"schema": {"$ref": where.format(model=form.__name__)}}}
-            page["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-        for methods in page["paths"].values():
-            for operation in methods.values():
-                operation["responses"].pop("422", None)
-                operation["responses"] |= {status: {"description": "an error"} for status in REFUSALS}
-        app.openapi_schema = page
-    return app.openapi_schema
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,15 +12,12 @@ from .client import EngineDown
 from .generation import Server
 from .http import APIError, json_response
 
-router = APIRouter()
-
 
 def _server(request: Request) -> Server:
     server: Server = request.app.state.server
     return server
 
 
-@router.get("/v1/models")
 async def models(request: Request) -> Response:
     """Return the model and its applications."""
     server = _server(request)
@@ -29,10 +25,9 @@ async def models(request: Request) -> Response:
     return json_response({"object": "list", "data": [_card(server, name) for name in names]})
 
 
-@router.get("/v1/models/{model:path}")
-async def model(request: Request, model: str) -> Response:
+async def model(request: Request) -> Response:
     """Return one model or application."""
-    server = _server(request)
+    server, model = _server(request), request.path_params["model"]
     server.application(model)
     return json_response(_card(server, model))
 
@@ -44,7 +39,6 @@ def _card(server: Server, name: str) -> dict[str, Any]:
     return card | {"root": server.described.model, "parent": parent, "max_model_len": most}
 
 
-@router.get("/health")
 async def health(request: Request) -> Response:
     """Return status 200 if requests are accepted."""
     server = _server(request)
@@ -55,13 +49,11 @@ async def health(request: Request) -> Response:
     return Response(b"", 200)
 
 
-@router.get("/version")
-async def version() -> Response:
+async def version(request: Request) -> Response:
     """Return the version of Paceline."""
     return json_response({"version": __version__})
 
 
-@router.get("/load")
 async def load(request: Request) -> Response:
     """Return the number of requests in flight."""
     counters = await _counters(request)
@@ -69,7 +61,6 @@ async def load(request: Request) -> Response:
     return json_response({"server_load": _server(request).client.num_open, **held})
 
 
-@router.get("/v1/speculation")
 async def speculation(request: Request) -> Response:
     """Return how the server drafts, and the engine's counters."""
     counters = await _counters(request)
@@ -85,9 +76,19 @@ async def _counters(request: Request) -> dict[str, Any]:
         raise APIError(503, str(error), code="engine_down") from error
 
 
-@router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Return counters, gauges and histograms."""
     server = _server(request)
     text = await (server.all_metrics or server.metrics)()
     return Response(text, 200, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+GETS = {
+    "/v1/models": models,
+    "/v1/models/{model:path}": model,
+    "/health": health,
+    "/version": version,
+    "/load": load,
+    "/v1/speculation": speculation,
+    "/metrics": metrics,
+}

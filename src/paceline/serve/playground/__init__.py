@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +20,6 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
-router = APIRouter(include_in_schema=False)
 
 
 async def page(request: Request) -> Response:
@@ -30,5 +28,4 @@ async def page(request: Request) -> Response:
     return Response(content, 200, HEADERS, media_type)
 
 
-for _path in FILES:
-    router.add_api_route(_path, page, methods=["GET"])
+GETS = dict.fromkeys(FILES, page)
