@@ -45,7 +45,7 @@ METHODS = {
 }
 COMPILED = (
     *("pl_run_layers", "pl_logits", "pl_roll", "pl_grow", "pl_sample", "pl_choose", "pl_choose_streams", "pl_top"),
-    *("pl_heads", "pl_keys", "pl_recall", "pl_ngrams"),
+    *("pl_heads", "pl_keys", "pl_recall"),
 )
 PARTS = (
     *("schedule", "budget", "propose", "pack", "passes", "head", "verdict", "pass and verdict"),

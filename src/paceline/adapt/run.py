@@ -182,7 +182,8 @@ class Adaptation:
         return train(
             plan,
             self.work.folder / "training",
-            max(20, round(EPOCHS * tokens / (ROWS * self.room))),
+            epoch := tokens / (ROWS * self.room),
+            max(20, round(EPOCHS * epoch)),
             lambda: self.learning_until_s - self.work.spent_s,
             lambda figures: self.show("training", f"{figures['tokens']:,.0f} tokens, loss {figures['loss']:.3f}"),
             lambda text: self.show("learning", text),

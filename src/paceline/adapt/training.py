@@ -1,5 +1,7 @@
 """Train a drafter within a time: a few steps show how many there is time for, and the rate falls over so many.
 
+A step's answers are scored when a run begins that reads them: where time is short most never are.
+
 Both are ordinary runs of `train.job`.
 """
 
@@ -72,6 +74,7 @@ def accepted_of(figures: Mapping[str, float]) -> float | None:
 def train(
     plan: Callable[..., TrainingJob],
     out: Path,
+    epoch: float,
     most: int,
     left_s: Callable[[], float],
     tell: Progress,
@@ -82,7 +85,8 @@ def train(
 
     Args:
         plan: `job_of`, but for its steps and its folder.
-        most: steps at most, which the data are scored for.
+        epoch: steps that read each answer once.
+        most: steps at most.
         left_s: seconds that are left.
         tell: called with each step's figures.
         once: gives what a phase gave, or makes it; see `RunFolder`.
@@ -117,8 +121,12 @@ def train(
 
     def possible() -> int:
         shutil.rmtree(out / "timed", ignore_errors=True)
-        _, trainer = run("timed", most, min(TIMED, most))
-        steps = min(most, int(SLACK * left_s() * trainer.step / max(trainer.seconds, 1e-3)))
+        before_s = left_s()
+        _, trainer = run("timed", min(TIMED, most), TIMED)
+        step_s = trainer.seconds / max(1, trainer.step)
+        scored_s = (before_s - left_s() - trainer.seconds) / max(1, trainer.step)  # of what a step reads, once
+        time_s = SLACK * left_s()
+        steps = min(most, int(max(time_s / (step_s + scored_s), (time_s - epoch * scored_s) / step_s)))
         if steps < min(most, TIMED):
             raise ConfigError("--hours", f"{max(0, steps)} steps fit the time that is left", "give more hours")
         return steps
