@@ -83,6 +83,7 @@ class Grid:
             "title": self.title,
             "workloads": tuple(map(workload_of, options.names)),
             "max_new_tokens": options.max_new_tokens,
+            "ignore_eos": any(not method.ours for method in methods),  # else not all would give as many tokens
             **{name: getattr(options, name) for name in kept},
             **self.cells,
             "prompts": max(options.prompts, self.prompts, 2 * bool(self.choose and options.prompts)),

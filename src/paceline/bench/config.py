@@ -55,9 +55,9 @@ class BenchConfig:
     seed: int = option(0, help="Seed of the choice of prompts and of sampling.")
     device: str = option("cpu", help="cpu or cuda.")
     threads: int | None = option(None, help="CPU threads; default: torch's choice.")
-    ignore_eos: bool | None = option(
-        None,
-        help="Continue to the full length, so that all methods give the same number of tokens (default: no).",
+    ignore_eos: bool = option(
+        False,
+        help="Continue to the full length, so that all methods give the same number of tokens.",
         flag="--ignore-eos/--stop-at-eos",
     )
     time_limit_s: float | None = field(default=None, metadata={"cli": False})  # no trial is begun after that long
@@ -68,15 +68,6 @@ class BenchConfig:
         check(self)
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
-        if self.waves > 1 and (peer := next((m for m in self.methods if not m.ours), None)):
-            wrong = f"{peer.name} is run by whole batches"
-            raise ConfigError(f"--waves {self.waves}", wrong, "leave it out, or the method")
-
-    @property
-    def ignores_eos(self) -> bool:
-        """Return whether answers continue to their full length."""
-        chosen = self.ignore_eos
-        return any(not m.ours for m in self.methods) if chosen is None else chosen
 
 
 @dataclass(frozen=True, kw_only=True)

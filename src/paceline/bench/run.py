@@ -49,7 +49,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # wh
 WARM_UP_TOKENS = 16
 SETTINGS = (  # that a report repeats as they are
     *("prompts", "repeats", "seed", "device", "batches", "waves", "temperatures", "top_ks", "contexts"),
-    *("time_limit_s", "applications"),
+    *("ignore_eos", "time_limit_s", "applications"),
 )
 
 
@@ -225,7 +225,6 @@ class Run:
             settings={
                 **{name: getattr(config, name) for name in SETTINGS},
                 "threads": torch.get_num_threads(),
-                "ignore_eos": config.ignores_eos,
                 "order": "methods in rotated order within (group, repeat); workloads in turns",
                 "between_trials": "prefix caches and drafters' memories are emptied; what a draft budget learned stays",
                 "warm_up_tokens": WARM_UP_TOKENS,
@@ -259,7 +258,7 @@ def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
             top_k=top_k,
             context=context,
             max_new_tokens=config.max_new_tokens or workload.max_new_tokens,
-            ignore_eos=config.ignores_eos,
+            ignore_eos=config.ignore_eos,
         )
         for temperature, top_k, context, batch, workload in product(
             config.temperatures, config.top_ks, config.contexts, config.batches, loaded

@@ -34,15 +34,13 @@ def command(
         paceline adapt folder/model.gguf --hours 8 --prompts prompts.jsonl
     """
     model = config["model"] = one_model(name, config["model"])
-    settings, line = AdaptConfig(**config), ProgressLine()
+    settings = AdaptConfig(**config)
     try:
-        verdict = adapt(settings, note, line.show, shlex.join(sys.argv[1:]))
+        with ProgressLine() as line:
+            verdict = adapt(settings, note, line.show, shlex.join(sys.argv[1:]))
     except KeyboardInterrupt as stop:
-        line.close()
         note(f"stopped; results are in {settings.folder}, continue: {this_command()}")
         raise typer.Exit(INTERRUPTED) from stop
-    finally:
-        line.close()
     console = stdout()
     console.print(f"{verdict.words}.", markup=False)
     for text in verdict.lines():

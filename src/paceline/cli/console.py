@@ -94,11 +94,17 @@ class Painter:
 
 
 class ProgressLine:
-    """One line on stderr that changes while something takes long; where that is not a terminal, a line now and then."""
+    """One line on stderr that changes while something takes long; where that is not a terminal, a line now and then.
 
-    def __init__(self) -> None:
+    Args:
+        text: is shown first; empty: nothing is, until `show`.
+    """
+
+    def __init__(self, text: str = "") -> None:
         self.console, self.last = stderr(), time.monotonic()
         self.status = self.console.status("") if self.console.is_terminal else None
+        if text:
+            self.show(text)
 
     def show(self, text: str) -> None:
         """Show the progress."""
@@ -113,20 +119,9 @@ class ProgressLine:
         """Return a function that shows how many of so many are done."""
         return lambda done: self.show(f"{what}: {done} of {total}")
 
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self.status is not None:
-            self.status.stop()
-
     def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def waiting(what: str) -> ProgressLine:
-    """Show what takes long until the end of a block."""
-    line = ProgressLine()
-    line.show(what)
-    return line
+        if self.status is not None:
+            self.status.stop()

@@ -18,7 +18,7 @@ from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..model.applications import BASE
 from ..weights import generation
-from .console import Painter, waiting
+from .console import Painter, ProgressLine
 
 Application = Annotated[
     str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
@@ -36,7 +36,7 @@ def open_llm(options: dict[str, Any], sequences: int | None = None) -> LLM:
     model = options["model"]
     if sequences is not None:
         options = {**options, "max_sequences": min(options["max_sequences"], sequences)}
-    with waiting(f"loading {model}"):
+    with ProgressLine(f"loading {model}"):
         llm = LLM(**options)
     if llm.tokenizer is None:
         raise CapabilityError(f"--model {model}", "it has no tokenizer, so it cannot read text", "add its files")
@@ -75,7 +75,7 @@ def chosen(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def painted(console: Console, model: LLM, chunks: Iterator[Any], params: SamplingParams) -> Iterator[Any]:
     """Print chunks in colour as they come; show a spinner until the first one, since long prompts take time."""
-    with waiting("reading the prompt"):
+    with ProgressLine("reading the prompt"):
         first = next(chunks, None)
     painter = None
     for chunk in chain([] if first is None else [first], chunks):

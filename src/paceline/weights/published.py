@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..core.folders import user_cache
+
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
@@ -58,6 +60,4 @@ class Published:
 def cache() -> Path:
     """Return the folder where fetched files are kept."""
     named = os.environ.get("PACELINE_WEIGHTS")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline" / "weights"
+    return Path(named).expanduser() if named else (user_cache() or Path(os.devnull)) / "weights"

@@ -19,12 +19,7 @@ from .gguf_model import read_gguf_config
 from .gguf_tokenizer import load_gguf_tokenizer
 from .hub import env_offline, first_line, from_hub, local
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 RESTORE = "download or copy the checkpoint again"
 MODEL, HEAD = "draft_model", "eagle"  # drafters that read a config.json next to tensors
 READERS = {  # files that one drafter alone reads
