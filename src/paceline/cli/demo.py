@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +11,12 @@ from rich.text import Text
 
 from ..api.config import LLMConfig
 from ..api.llm import drafters_of
+from ..bench import workloads
 from ..bench.config import BenchConfig
 from ..bench.methods import parse_methods
 from ..bench.report import COLUMNS, figures_table
 from ..bench.run import Run
-from ..bench.summary import Summary
+from ..bench.summary import Row, Summary, speed_logs
 from ..core.errors import CapabilityError
 from ..weights import zoo
 from .console import ProgressLine, legend, note, stderr, stdout
@@ -29,6 +31,7 @@ SHOWN = "smollm2-135m"  # where its weights are on this machine; else the embedd
 CHAT = str(Path(__file__).parent / "data" / "chat_prompts.jsonl")
 TASKS = ("wikisql", "humaneval", "books")  # for the embedded model, which chats about less
 TOKENS = 96  # of an answer
+SHOWN_COLUMNS = {"tokens/s": "tok/s", "times plain": "speed-up", "tokens a pass": "length"}  # name here: in a report
 
 
 @app.command()
@@ -73,15 +76,15 @@ def demo(
     drafting = max((row for row in rows if not row.method.plain), key=lambda row: row.speed or 0.0)
     model, group = run.runner(drafting.method).llm, next(iter(run.groups.values()))[0]
     prompt = group.prompts[0]
-    console.print(Text(model.tokenizer.decode(prompt.ids, skip_special_tokens=True), style="dim"), soft_wrap=False)
+    texts = {one.id: one.turns[0] for name in run.config.workloads for one in workloads.load(name).prompts}
+    console.print(Text(texts[prompt.id], style="dim"), soft_wrap=False)
     console.print(legend())
     params = group.params(prompt)
     for _ in painted(console, model, model.stream({"prompt_token_ids": [*prompt.ids]}, params), params):
         pass
     console.print("\n")
-    console.print(
-        figures_table(("", *COLUMNS), [[r.method.name, *(show(r) for show in COLUMNS.values())] for r in rows])
-    )
+    cells = [[r.method.name, *(COLUMNS[of](r) for of in SHOWN_COLUMNS.values()), _by_prompt(summary, r)] for r in rows]
+    console.print(figures_table(("", *SHOWN_COLUMNS, "by prompt"), cells))
     same, total = (sum(getattr(one, name) for one in summary.exact) for name in ("identical", "sequences"))
     word = Text("IDENTICAL", style="bold green") if same == total else Text("DIFFERENT", style="bold red")
     console.print(Text.assemble(word, f": {same} of {total} answers have the same tokens with drafts and without"))
@@ -90,6 +93,17 @@ def demo(
     console.print(advice, markup=False, soft_wrap=False)
     if same != total:
         raise typer.Exit(1)
+
+
+def _by_prompt(summary: Summary, row: Row) -> str:
+    """Return the lowest and the highest speed-up of a prompt."""
+    if row.is_reference or row.reference is None:
+        return ""
+    names, factors = (row.method.name, row.reference), list[float]()
+    for cell in summary.cells[row.section]:
+        new, plain = (summary.trials.get((cell, name), ()) for name in names)
+        factors += [math.exp(log) for logs in speed_logs(new, plain).values() for log in logs]
+    return f"{min(factors):.2f} to {max(factors):.2f}"
 
 
 def _model() -> str:
