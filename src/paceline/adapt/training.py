@@ -121,11 +121,13 @@ def train(
 
     def possible() -> int:
         shutil.rmtree(out / "timed", ignore_errors=True)
-        before_s = left_s()
-        _, trainer = run("timed", min(TIMED, most), TIMED)
-        step_s = trainer.seconds / max(1, trainer.step)
-        scored_s = (before_s - left_s() - trainer.seconds) / max(1, trainer.step)  # of what a step reads, once
-        time_s = SLACK * left_s()
+        first, before_s = min(TIMED, most), left_s()
+        run("timed", first, 0)  # loads, and scores what so many steps read
+        scoring_s, before_s = before_s - left_s(), left_s()
+        _, trainer = run("timed", first, first)  # loads, and takes them
+        loading_s = before_s - left_s() - trainer.seconds
+        step_s, scored_s = (s / max(1, trainer.step) for s in (trainer.seconds, max(0.0, scoring_s - loading_s)))
+        time_s = SLACK * (left_s() - loading_s)
         steps = min(most, int(max(time_s / (step_s + scored_s), (time_s - epoch * scored_s) / step_s)))
         if steps < min(most, TIMED):
             raise ConfigError("--hours", f"{max(0, steps)} steps fit the time that is left", "give more hours")
