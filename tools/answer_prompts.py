@@ -98,8 +98,9 @@ def main() -> None:
     if given.out.suffix != ".jsonl":
         parser.error("answers are JSON lines: name a file that ends in .jsonl")
     config = AnswerConfig(limit=given.limit, piece=given.length, temperature=given.temperature, seed=given.seed)
-    folder, source = resolve_folder(given.target), SourceSpec(file=given.data)
+    source = SourceSpec(file=given.data)
     try:
+        folder = resolve_folder(given.target)
         encoder = Encoder(load_tokenizer(folder), config.piece)
         prompts = choose(source, encoder, config)
         note_making(given.out, making(source, config, fingerprint(folder)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.draft import requested
 from kits.native import needs_kernels
@@ -114,3 +116,81 @@ def test_followers_of_a_text_and_a_path_are_those_of_a_search(corpus, tokens, pa
     found = drafts.continuations(view(tokens), path, 4)
     assert [token for token, _ in found] == [-c for _, c in wanted]
     assert all(math.isclose(a, b) for (_, a), (b, _) in zip(found, wanted, strict=True))
+
+
+class Search:
+    """What a suffix drafter drafts, by a search of all texts."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.generations = config, list[list[list[int]]]()
+
+    def remember(self, output: list[int]) -> None:
+        half = self.config.max_tokens // 2
+        output = output[-half:] if half else []
+        if not output:
+            return
+        if not self.generations or sum(map(len, self.generations[0])) + len(output) > half:
+            self.generations = [[], *self.generations][:2]
+        self.generations[0].append(output)
+
+    def draft(self, tokens: list[int], nodes: int, deepest: int) -> tuple[list[int], list[float]]:
+        config, best, best_score = self.config, ([], []), 0.0
+        for corpus, whole in ([[tokens], tokens[:-1]], *((g, None) for g in self.generations)):
+            runs = [whole] if whole is not None else corpus  # a match in the own text ends before its last token
+            lengths = range(min(config.max_match, len(tokens)), 0, -1)
+            matched = next((n for n in lengths if occurrences(runs, tokens[-n:])), 0)
+            limit = min(nodes, max(1, int(config.reach * matched)))
+            if matched < config.min_match or limit <= best_score:
+                continue
+            chain, chances = self.chain(corpus, tokens[-matched:], min(limit, deepest))
+            if sum(map(math.exp, chances)) > best_score:
+                best_score = sum(map(math.exp, chances))
+                best = chain, [c + log_trust(matched, d) for d, c in enumerate(chances, start=1)]
+        return best
+
+    def chain(self, corpus: list[list[int]], run: list[int], depth: int) -> tuple[list[int], list[float]]:
+        config, chain, chances, chance = self.config, list[int](), list[float](), 1.0
+        while len(chain) < depth:
+            while run and not (after := self.after(corpus, run)):
+                run = run[1:]
+            if len(run) < config.min_match:
+                break
+            token = max(reversed(after), key=lambda one: after[one])  # of equals the one that was first seen last
+            chance *= after[token] / sum(after.values())
+            if chance < config.min_prob:
+                break
+            chain.append(token)
+            chances.append(math.log(chance))
+            run = [*run, token][-config.max_match :]
+        return chain, chances
+
+    @staticmethod
+    def after(corpus: list[list[int]], run: list[int]) -> dict[int, int]:
+        """How often each token follows a run, in the order in which they did first."""
+        n = len(run)
+        return dict(Counter(t[i + n] for t in corpus for i in range(len(t) - n) if t[i : i + n] == run))
+
+
+moves = st.lists(st.tuples(st.integers(0, 2), text, st.booleans()), min_size=1, max_size=12)
+numbers = st.tuples(st.integers(1, 9), st.integers(1, 2), st.integers(0, 60), st.sampled_from([0.5, 1.0, 4.0, 100.0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves, numbers, st.sampled_from([1e-6, 0.1, 0.4]))
+def test_drafts_of_several_texts_are_those_of_a_search(moves, numbers, min_prob):
+    """Texts grow by any number of tokens between calls, end and are remembered."""
+    depth, shortest, memory, reach = numbers
+    lengths = {"min_match": shortest, "max_match": shortest + 3}
+    drafts = drafter(depth=depth, max_tokens=memory, reach=reach, min_prob=min_prob, **lengths)
+    search, views = Search(drafts.config), [view([key], key, 1) for key in range(3)]
+    for key, tokens, ends in moves:
+        views[key].tokens.extend(tokens)
+        rows = [(v, 1 + (len(v.tokens) + key) % 9, 1 + (len(tokens) + v.key) % 4) for v in views]
+        for (v, budget, most), found in zip(rows, drafts.draft(requested(rows)), strict=True):
+            wanted, scores = search.draft(v.tokens, min(depth, budget), min(depth, most))
+            assert found.tokens == wanted
+            assert all(math.isclose(a, b, abs_tol=1e-9) for a, b in zip(found.scores, scores, strict=True))
+        if ends:
+            search.remember(views[key].tokens[1:])
+            drafts.release([key, 77])
+            views[key] = view([key], key, 1)

@@ -221,7 +221,7 @@ def test_an_application_with_streams_brings_its_drafter(
     given = ({}, folders, {**folders, "fast": fast})
     configs = [LLMConfig(model=MODEL, drafter="auto", applications=named) for named in given]
     chosen = [drafters_of(config, config.resolve()) for config in configs]
-    assert chosen[0] == chosen[1] == [zoo.default_drafter(MODEL), "suffix", "ngram"] and chosen[2] == ["streams"]
+    assert chosen[0] == chosen[1] == [zoo.default_drafter(MODEL), "suffix"] and chosen[2] == ["streams"]
     length = ("--max-tokens", "8", "--max-model-len", "256")
     result = cli("generate", "--json", "--application", f"fast={fast}", "-p", PROMPT, "--ignore-eos", *length)
     assert result.exit_code == 0, result.output

@@ -99,18 +99,18 @@ def train(
         ConfigError: a full disk; a loss that is not finite. Results so far are kept.
     """
 
-    def run(part: str, steps: int, until: int) -> tuple[TrainingJob, Trainer]:
+    def run(part: str, steps: int, until: int, **more: Any) -> tuple[TrainingJob, Trainer]:
         def watch(step: int, figures: Mapping[str, float]) -> bool:
             tell(figures)
             return step >= until or left_s() <= 0
 
-        job = plan(out=out / part, steps=steps)
+        job = plan(out=out / part, steps=steps, **more)
         try:
             trainer = prepare(job, watch, say)
         except CapabilityError as error:  # the target's last layer cannot be the start
             if not error.subject.startswith("start="):
                 raise
-            job = plan(out=out / part, steps=steps, options={"start": "random"})
+            job = plan(out=out / part, steps=steps, options={"start": "random"}, **more)
             trainer = prepare(job, watch, say)
         trainer.resume()
         if trainer.step < until:
@@ -121,10 +121,11 @@ def train(
 
     def possible() -> int:
         shutil.rmtree(out / "timed", ignore_errors=True)
+        cache = out / "timed" / "states"  # of its own: what an earlier run has scored would seem to take no time
         first, before_s = min(TIMED, most), left_s()
-        run("timed", first, 0)  # loads, and scores what so many steps read
+        run("timed", first, 0, cache=cache)  # loads, and scores what so many steps read
         scoring_s, before_s = before_s - left_s(), left_s()
-        _, trainer = run("timed", first, first)  # loads, and takes them
+        _, trainer = run("timed", first, first, cache=cache)  # loads, and takes them
         loading_s = before_s - left_s() - trainer.seconds
         step_s, scored_s = (s / max(1, trainer.step) for s in (trainer.seconds, max(0.0, scoring_s - loading_s)))
         time_s = SLACK * (left_s() - loading_s)

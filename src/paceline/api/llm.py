@@ -321,7 +321,7 @@ def drafters_of(config: LLMConfig, source: Source, beside: Sequence[str] = ()) -
     """List the drafters that a configuration allows, best first, each with ``beside`` before it.
 
     That is the one that it names, or for ``auto`` what `paceline adapt` made for the model's weights, the zoo's choice,
-    and look-ups, of which the last needs no compiled code.
+    and look-ups.
     Applications whose rows have others next to them leave no choice: their answers depend on these.
 
     Raises:
@@ -334,5 +334,5 @@ def drafters_of(config: LLMConfig, source: Source, beside: Sequence[str] = ()) -
     prior = adapted.find(source.folder, config.dtype) if adapted.any_made() else None
     stored = config.dtype == "auto" and source.folder.is_dir() and source.shape.checkpoint_dtype
     ours = [prior and adapted.named(prior), zoo.default_drafter(str(source.folder), stored or config.dtype)]
-    names = dict.fromkeys([*filter(None, ours), *zoo.LOOK_UPS])
+    names = dict.fromkeys([*filter(None, ours), zoo.LOOK_UP])
     return [with_parts(beside, name) if beside else name for name in names]

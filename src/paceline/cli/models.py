@@ -40,7 +40,7 @@ def models(context: typer.Context) -> None:
         stdout().print(Text(f"  {entry.description}"))
         if entry.role == "target":
             others = "".join(f", in {dtype} {drafter}" for dtype, drafter in entry.drafter_in.items())
-            stdout().print(Text(f"  default drafter: {entry.drafter or zoo.LOOK_UPS[0]}{others}"))
+            stdout().print(Text(f"  default drafter: {entry.drafter or zoo.LOOK_UP}{others}"))
         stdout().print(Text(f"  {entry.path or f'not here yet: paceline models get {entry.name}'}", style="dim"))
 
 

@@ -190,7 +190,7 @@ class KeptNode:
 N = TypeVar("N", bound=KeptNode)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class KeptTree(Generic[N]):
     """A tree below a text's last token, its root, that stays between passes. A node keeps its number while it is there.
 

@@ -36,7 +36,7 @@ _registered: dict[str, type[DrafterConfig]] = {}
 class DrafterContext:
     """Describe what a drafter may use while it is built: how to load models, and where the target runs."""
 
-    # (name, dtype[, processes]) -> a model of its own, for drafters that run one
+    # (name, dtype) -> a model of its own, for drafters that run one
     load_model: Callable[..., Any] | None = None
     dtype: Any = None  # torch.dtype of the target
     device: Any = None  # torch.device of the target

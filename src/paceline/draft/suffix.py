@@ -12,20 +12,22 @@ no tree.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from .. import kernels
-from ..core.errors import CapabilityError
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
 from ..kernels.lookup import SuffixTexts
 from .base import DrafterSpec, DraftRequest, StepFeatures
-from .ngram import log_trust
+from .ngram import NgramConfig, NgramDrafter, log_trust
 from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +45,13 @@ class SuffixConfig(DrafterConfig):
         100_000, help="tokens of earlier outputs remembered, about 1 kB each; 0 remembers none", minimum=0
     )
 
-    def build(self, context: DrafterContext) -> SuffixDrafter:
-        if kernels.library() is None:
-            wrong = f"it looks up in compiled code, and there is none: {kernels.unavailable()}"
-            raise CapabilityError("drafter 'suffix'", wrong, "install a C++ compiler, or use ngram")
-        return SuffixDrafter(self)
+    def build(self, context: DrafterContext) -> SuffixDrafter | NgramDrafter:
+        if (why := kernels.unavailable()) is None:
+            return SuffixDrafter(self)
+        log.warning("suffix drafts by n-grams: its automata are compiled code, and there is none: %s", why)
+        drafter = NgramConfig(depth=self.depth).build(context)
+        drafter.spec = replace(drafter.spec, name=self.kind)
+        return drafter
 
 
 class SuffixDrafter(LookUp):

@@ -26,7 +26,7 @@ Found = list[tuple[int, float]]  # tokens and the log of each one's chance, best
 
 
 class LookUp(Drafter):
-    """Base of drafters that look texts up: they add `spec`, `draft_one` and `continuations`."""
+    """Base of drafters that look texts up: they add `spec`, `draft_one` or `draft`, and `continuations`."""
 
     trusted = True
     target: TargetInfo | None = None
@@ -111,7 +111,7 @@ class LookUps:
             part.forget()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class DraftCache(KeptTree[KeptNode]):
     """Hold what is computed of one sequence: of its text, and of the nodes below its root by their numbers."""
 

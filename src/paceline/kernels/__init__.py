@@ -83,7 +83,7 @@ def library() -> Any:
 
 
 def in_use() -> Any:
-    """Return the kernels if something in this process has loaded them, else None: look-ups alone have nothing built."""
+    """Return the kernels if something in this process has loaded them, else None."""
     return _load()[0] if _load.cache_info().currsize else None
 
 

@@ -26,8 +26,6 @@ class _Text:
 class SuffixTexts:
     """Growing texts, and those that ended: how the longest run of last tokens that was seen before went on most often.
 
-    What it drafts is what `draft.suffix` does the long way, chains alone.
-
     Args:
         shortest, longest: tokens of a run that counts, and that is distinguished.
         reach: tokens drafted at most for each matched one.

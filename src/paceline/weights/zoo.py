@@ -27,7 +27,7 @@ from .published import Published
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CARD = "zoo.json"
-LOOK_UPS = "suffix", "ngram"  # draft for any model
+LOOK_UP = "suffix"  # drafts for any model
 Role = Literal["target", "draft", "head", "streams", "adapter"]
 ROLES: tuple[Role, ...] = get_args(Role)  # in the order in which they are listed
 TRAINED_SETS = ("head", "streams", "adapter")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CATCH_UP_ROWS = 512  # of a text, in one pass
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class StateSession(DraftCache):
     """A sequence's text and tree, and the states that are known of both: of a node [d], which its row predicts."""
 

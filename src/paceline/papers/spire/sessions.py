@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...model.decoder import TargetInfo
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RingSession(DraftCache):
     """A sequence's text and tree, and the memory that is held.
 
