@@ -57,6 +57,12 @@ class TestOrder:
             cells_of(config(batches=(2,), waves=2), [load("wikisql", limit=3)])
 
 
+def test_a_time_limit_leaves_the_first_group_whole() -> None:
+    report = Run(config(time_limit_s=1e-9)).execute()
+    assert [trial.method for trial in report.trials] == ["plain", "ngram", "suffix"]
+    assert "stopped after 1e-09 s, with 3 of 12 trials done" in report.notes
+
+
 @pytest.fixture(scope="module")
 def trials() -> list[Trial]:
     """Two batch sizes, greedy and sampled; all ids are as plain decoding's."""

@@ -60,7 +60,7 @@ class BenchConfig:
         help="Continue to the full length, so that all methods give the same number of tokens.",
         flag="--ignore-eos/--stop-at-eos",
     )
-    time_limit_s: float | None = field(default=None, metadata={"cli": False})  # no trial is begun after that long
+    time_limit_s: float | None = field(default=None, metadata={"cli": False})  # of measuring: no further group begins
     title: str = field(default="", metadata={"cli": False})  # of the report
     applications: Mapping[str, str] = field(default_factory=dict, metadata={"cli": False})  # folders of trained sets
 

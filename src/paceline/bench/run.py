@@ -91,7 +91,6 @@ class Run:
         Raises:
             ConfigError: options that cannot be used; found before the first trial.
         """
-        began = perf_counter()
         config = self.config
         named = config.workloads or [name for name, facts in workloads.WORKLOADS.items() if facts.packaged]
         options: dict[str, Any] = {"folder": config.data, "limit": config.prompts, "seed": config.seed}
@@ -112,7 +111,7 @@ class Run:
             points = interleaved(self.groups, config.repeats)
             total = sum(self.runs(m, group) for point in points for group, _ in point for m in config.methods)
             try:
-                self._measure(points, total, began)
+                self._measure(points, total)
             except BaseException as error:  # measurements are kept, whatever ends the run
                 stopped = error
             report = self.report(loaded, target)
@@ -171,14 +170,14 @@ class Run:
         """Return the runner of a method: it has `warm_up` and `run`, as `EngineRunner` has."""
         return self._runners[method.name]
 
-    def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int, began: float) -> None:
-        """Run all trials; none begins after the time limit."""
-        limit, turns = self.config.time_limit_s, count()
+    def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int) -> None:
+        """Run all trials; after the time limit, which counts from here, no group begins but the first."""
+        limit, turns, began = self.config.time_limit_s, count(), perf_counter()
         for point in points:
             warm: set[str] = set()
             for group, repeat in point:
                 # Here and not between methods, so that comparisons stay complete.
-                if limit is not None and perf_counter() - began >= limit:
+                if limit is not None and self.trials and perf_counter() - began >= limit:
                     self.notes.append(f"stopped after {limit:g} s, with {len(self.trials)} of {total} trials done")
                     return
                 methods = self.config.methods
