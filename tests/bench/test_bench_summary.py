@@ -77,6 +77,12 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.90 <= covered / 400 <= 0.99
 
 
+def test_the_interval_of_a_single_group_holds_its_value() -> None:
+    logs = [[0.0] * 8 + [50.0] * 7]  # whose mean is 23
+    low, high = percentile_bounds(bootstrap(logs, np.random.default_rng(2)))
+    assert low <= 0.0 <= high
+
+
 def test_the_reference_is_plain_decoding_of_the_same_engine_and_dtype() -> None:
     methods = [
         PLAIN,

@@ -6,7 +6,7 @@ same figures (the bootstrap's seed is fixed).
 A speed-up is a ratio of tokens a second between two methods on the same prompts in the same repeat. Of each
 group of prompts the median over its repeats counts, of the groups the geometric mean, and of several
 workloads the geometric mean of theirs. The interval is a percentile bootstrap over groups, whose repeats stay together
-(Davison and Hinkley 1997, section 3.8).
+(Davison and Hinkley 1997, section 3.8); over the repeats where there is a single group.
 
 Axis letter: S resamples.
 """
@@ -230,10 +230,12 @@ def bootstrap(logs: Sequence[Sequence[float]], generator: np.random.Generator, r
     """Return [S] means over groups of the medians over repeats, groups drawn again with replacement each time.
 
     Args:
-        logs: one list a group, one entry a repeat; the repeats of a single group are drawn themselves.
+        logs: one list a group, one entry a repeat; of a single group the repeats are drawn, and their median counts.
     """
-    values = np.array([median(group) for group in logs] if len(logs) > 1 else logs[0])
-    return values[generator.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
+    alone = len(logs) == 1
+    values = np.array(logs[0] if alone else [median(group) for group in logs])
+    drawn = values[generator.integers(0, len(values), (resamples, len(values)))]
+    return np.median(drawn, axis=1) if alone else drawn.mean(axis=1)
 
 
 def percentile_bounds(resamples: Floats) -> tuple[float, float]:
