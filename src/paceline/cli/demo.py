@@ -47,7 +47,12 @@ SHOWN_COLUMNS = {"tokens/s": "tok/s", "times plain": "speed-up", "tokens a pass"
 def demo(
     prompts: Annotated[
         int | None,
-        typer.Option(min=1, max=20, help="Prompts to compare.", show_default="as many as two minutes allow"),
+        typer.Option(
+            min=1,
+            max=20,
+            help="Prompts to compare; of the embedded model rounded up to a multiple of three, one for each of its tasks.",
+            show_default="as many as two minutes allow",
+        ),
     ] = None,
     color: Color = True,
     *,
