@@ -17,12 +17,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from paceline.api import llm
+from paceline.bench.measure import EngineRunner
 from paceline.cli import COMMANDS, app, load
 from paceline.cli.console import Painter
 from paceline.cli.options import takes
-from paceline.core.errors import ConfigError
+from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
+from paceline.draft import adapted
 from paceline.draft.registry import describe
+from paceline.draft.registry import parse as parse_drafter
 from paceline.weights import zoo
 
 
@@ -339,6 +343,43 @@ class TestCommands:
         way = f"{ways[dtype]} {'plain' if drafts == 'no drafts' else 'drafts'}"
         assert len(rates) == 4 and float(rates[way]) >= max(map(float, rates.values())) / 1.05
         assert abs(float(rates[way]) - int(rate)) < 1
+
+    def test_demo_refuses_to_compare_nothing(self, run: Any) -> None:
+        result = run("demo", "--model", "paceline-small", "--drafter", "none")
+        assert result.exit_code == 2 and "drafts nothing" in result.stderr
+
+    def test_demo_takes_the_next_default_where_the_first_cannot_run(
+        self, run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        settings = {"drafter": "ngram,depth=3", "target": "paceline-small", "fingerprint": "", "dtype": "auto"}
+        adapted.write(tmp_path, settings)
+        monkeypatch.setattr("paceline.cli.demo.drafters_of", lambda *_: ["none", "suffix", str(tmp_path)])
+        build = llm.build_engine
+
+        def refuse(config: Any, *more: Any) -> Any:
+            if config.drafter == parse_drafter("suffix"):
+                raise CapabilityError("suffix", "it cannot run here", "take ngram")
+            return build(config, *more)
+
+        monkeypatch.setattr(llm, "build_engine", refuse)
+        result = run("demo", "--model", "paceline-small", "--prompts", "1", "--threads", "1")
+        assert result.exit_code == 0, result.output
+        assert "it cannot run here; ngram,depth=3 is used instead" in result.stderr
+        assert "IDENTICAL: 6 of 6" in result.stdout
+
+    def test_demo_fails_with_its_trials(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        drive = EngineRunner._drive
+
+        def fail(self: EngineRunner, group: Any, trial: Any, *more: Any) -> None:
+            if not self.method.plain and group.index == 0 and not more:
+                raise RuntimeError("no luck")
+            drive(self, group, trial, *more)
+
+        monkeypatch.setattr(EngineRunner, "_drive", fail)
+        options = ("--dtype", "bfloat16", "--prompts", "1", "--threads", "1", "--drafter", "ngram")
+        result = run("demo", "--model", "paceline-small", *options)
+        assert result.exit_code == 1
+        assert "no luck" in result.stderr and "IDENTICAL" not in result.stdout
 
     def test_demo_shows_the_public_model_where_it_is(
         self, monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path

@@ -170,6 +170,11 @@ class Run:
         """Return the runner of a method: it has `warm_up` and `run`, as `EngineRunner` has."""
         return self._runners[method.name]
 
+    @property
+    def unprepared(self) -> Method | None:
+        """Return the method that an error before the first trial is about: the first without a runner."""
+        return next((m for m in self.config.methods if m.ours and m.name not in self._runners), None)
+
     def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int) -> None:
         """Run all trials; after the time limit, which counts from here, no group begins but the first."""
         limit, turns, began = self.config.time_limit_s, count(), perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +14,13 @@ from ..api.config import LLMConfig
 from ..api.llm import drafters_of
 from ..bench import workloads
 from ..bench.config import BenchConfig
-from ..bench.methods import parse_methods
+from ..bench.methods import NONE, parse_methods
+from ..bench.records import Method
 from ..bench.report import COLUMNS, figures_table
 from ..bench.run import Run
 from ..bench.summary import Row, Summary, speed_logs
-from ..core.errors import CapabilityError
+from ..core.errors import CapabilityError, ConfigError
+from ..draft import adapted
 from ..weights import zoo
 from .console import ProgressLine, legend, note, stderr, stdout
 from .options import DEFAULT_MODEL, DEFAULTS, takes
@@ -47,12 +50,7 @@ SHOWN_COLUMNS = {"tokens/s": "tok/s", "times plain": "speed-up", "tokens a pass"
 def demo(
     prompts: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=20,
-            help="Prompts to compare; of the embedded model rounded up to a multiple of three, one for each of its tasks.",
-            show_default="as many as two minutes allow",
-        ),
+        typer.Option(min=1, max=20, help="Prompts to compare.", show_default="as many as two minutes allow"),
     ] = None,
     color: Color = True,
     *,
@@ -60,7 +58,8 @@ def demo(
 ) -> None:
     """Answer prompts in bf16 and in 4 bits, plainly and speculatively, greedily, and recommend one for this machine.
 
-    Drafting must not change a token: if it does, the exit status is 1.
+    Drafting must not change a token: if it does, the exit status is 1. The embedded model answers prompts of three
+    tasks, of which --prompts is rounded up to a multiple.
 
     Examples:
         paceline demo
@@ -68,14 +67,10 @@ def demo(
         paceline demo --model folder/model.gguf --dtype int8 --drafter ngram
     """
     llm["model"] = llm["model"] or _model()
-    sides = _sides(llm)
-    try:
-        run, summary = _compare(llm, sides, prompts)
-    except CapabilityError as error:
-        if len(sides) == 1:
-            raise
-        note(f"{[*sides][1]} weights are left out: {error.wrong}; {error.remedy}")
-        run, summary = _compare(llm, dict([*sides.items()][:1]), prompts)
+    run, summary = _compare(llm, _sides(llm), prompts)
+    if failed := [trial for row in summary.total(summary.main) for trial in row.failed]:
+        note(f"{len(failed)} of {len(run.trials)} trials failed; {failed[0].method}: {failed[0].error}")
+        raise typer.Exit(1)
     console, rows = stdout(color), [row for row in summary.total(summary.main) if row.speed is not None]
     best = max(rows, key=lambda row: (row.speed or 0.0) / (1.0 if row.method.plain else WORTH))
     drafting = max((row for row in rows if not row.method.plain), key=lambda row: row.speed or 0.0)
@@ -94,7 +89,8 @@ def demo(
     word = Text("IDENTICAL", style="bold green") if same == total else Text("DIFFERENT", style="bold red")
     console.print(Text.assemble(word, f": {same} of {total} answers have the same tokens with drafts and without"))
     drafts = "no drafts (--drafter none)" if best.method.plain else f"drafts of {best.method.drafter}"
-    advice = f"On this machine take --dtype {best.method.dtype} with {drafts}: {best.speed:.0f} tokens/s."
+    form = "the file's own weights" if best.method.dtype == "stored" else f"--dtype {best.method.dtype}"
+    advice = f"On this machine take {form} with {drafts}: {best.speed:.0f} tokens/s."
     console.print(advice, markup=False, soft_wrap=False)
     if same != total:
         raise typer.Exit(1)
@@ -128,29 +124,67 @@ def _sides(llm: dict[str, Any]) -> dict[str, str]:
     return {"bf16": "bfloat16", "4 bits": "q4_0"}
 
 
+def _drafters(llm: dict[str, Any], dtype: str) -> list[str]:
+    """List the drafters that may be compared with plain decoding, best first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    # What the file has in blocks is what `auto` computes with, and drafters are made for.
+    config = LLMConfig(**{**llm, "dtype": "auto" if dtype == "stored" else dtype})
+    names = [str(name or NONE) for name in drafters_of(config, config.resolve())]
+    names = [adapted.named(name) if adapted.is_adapted(name) else name for name in names]
+    if drafting := [name for name in names if name != NONE]:
+        return drafting
+    subject = f"--drafter {llm['drafter'] or NONE}"
+    raise ConfigError(subject, "it drafts nothing, and drafts are what the demo compares", "leave --drafter out")
+
+
 def _compare(llm: dict[str, Any], sides: dict[str, str], prompts: int | None) -> tuple[Run, Summary]:
-    """Measure each form plainly and with drafts, in turns on the same prompts."""
-    texts = []
-    for label, dtype in sides.items():
-        config = LLMConfig(**{**llm, "dtype": dtype})
-        more = f";dtype={dtype};kernels={config.kernels}"
-        [drafter, *_] = drafters_of(config, config.resolve())
-        texts += [f"{label} plain=none{more}", f"{label} drafts={drafter}{more}"]
-    workloads = TASKS if llm["model"] == DEFAULT_MODEL else (CHAT,)
-    setup = BenchConfig(
-        model=llm["model"],
-        methods=tuple(parse_methods(texts)),
-        workloads=workloads,
-        prompts=-(-(prompts or 12) // len(workloads)),
-        max_new_tokens=TOKENS,
-        repeats=1,
-        device=llm["device"],
-        threads=llm["threads"],
-        time_limit_s=None if prompts else TOTAL_S,
-    )
-    with ProgressLine() as line:
-        run = Run(setup, progress=line.show)
-        report = run.execute()
+    """Measure each form plainly and with drafts, in turns on the same prompts.
+
+    In place of a default drafter that cannot run here the next one does; a second form that cannot is left out.
+    """
+    able = {label: _drafters(llm, dtype) for label, dtype in sides.items()}
+    while True:
+        texts = []
+        for label, (drafter, *_) in able.items():
+            more = f";dtype={sides[label]};kernels={llm['kernels']}"
+            texts += [f"{label} plain=none{more}", f"{label} drafts={drafter}{more}"]
+        workloads = TASKS if llm["model"] == DEFAULT_MODEL else (CHAT,)
+        setup = BenchConfig(
+            model=llm["model"],
+            methods=tuple(parse_methods(texts)),
+            workloads=workloads,
+            prompts=-(-(prompts or 12) // len(workloads)),
+            max_new_tokens=TOKENS,
+            repeats=1,
+            device=llm["device"],
+            threads=llm["threads"],
+            time_limit_s=None if prompts else TOTAL_S,
+        )
+        try:
+            with ProgressLine() as line:
+                run = Run(setup, progress=line.show)
+                report = run.execute()
+            break
+        except CapabilityError as error:
+            _leave_out(able, run.unprepared, error)
+        del run  # with its weights, before others are loaded
+        gc.collect()
     if report.interrupted:
         raise KeyboardInterrupt
     return run, Summary(report)
+
+
+def _leave_out(able: dict[str, list[str]], refused: Method | None, error: CapabilityError) -> None:
+    """Take what was refused away from the drafters by form; raise the error where nothing can take its place."""
+    label = refused.name.rpartition(" ")[0] if refused else ""
+    if refused and refused.plain and label != [*able][0]:
+        del able[label]
+        note(f"{label} weights are left out: {error.wrong}; {error.remedy}")
+    elif refused and not refused.plain and len(able[label]) > 1:
+        drafter = able[label].pop(0)
+        note(f"drafter {drafter} is left out for {label} weights: {error.wrong}; {able[label][0]} is used instead")
+    else:
+        raise error
