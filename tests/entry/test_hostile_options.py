@@ -140,6 +140,13 @@ def test_no_drafter_gets_through(checkpoint: str, monkeypatch: pytest.MonkeyPatc
         start(checkpoint, drafter=spec)
 
 
+@pytest.mark.parametrize("text", ["1,5 GiB", "4,000,000,000", "16GB/2", "2 GiB please", "1.", "\u0664GB", "GB", ""])
+def test_a_size_is_read_to_its_end(text: str):
+    assert parse_bytes(" 1.5 GiB ") == 3 * 2**29 and parse_bytes("2g") == 2 * 10**9 and parse_bytes(7) == 7
+    with pytest.raises(ConfigError, match="not a size. Write bytes, or a number with MiB or GiB"):
+        parse_bytes(text)
+
+
 @settings(shared, max_examples=200)
 @given(value=nasty | st.text(max_size=20) | st.dictionaries(nasty.filter(lambda v: v.__hash__), nasty, max_size=3))
 def test_no_budget_and_no_size_gets_through(value: Any):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from .options import MAX_THREADS as MAX_THREADS
 from .split import parse_cluster, parse_split
 
 _SIZE = TypeAdapter(ByteSize)
+_SIZE_TEXT = re.compile(r"(\d*\.)?\d+\s*[a-z]+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +131,10 @@ def parse_bytes(value: str | int) -> int:
     Raises:
         ConfigError: not a size.
     """
-    try:
-        size = int(_SIZE.validate_python(f"{str(value).strip().lower().removesuffix('b')}b"))  # 2g, 2gi and 2gib, too
-    except ValidationError:
-        size = -1
+    text, size = f"{str(value).strip().lower().removesuffix('b')}b", -1  # 2g, 2gi and 2gib, too
+    if _SIZE_TEXT.fullmatch(text):  # ByteSize itself ignores what follows
+        with suppress(ValidationError):
+            size = int(_SIZE.validate_python(text))
     if not 0 <= size <= HIGHEST:
         raise ConfigError(f"kv_memory={shown(value)}", "not a size", "write bytes, or a number with MiB or GiB")
     return size
