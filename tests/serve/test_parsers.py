@@ -175,6 +175,8 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         [],
     ),
     "no call in a list": ("hermes", "No. <tool_call>[]</tool_call>", "No.", []),
+    "no call in a list at the end": ("hermes", "No. <tool_call>[]", "No. <tool_call>[]", []),
+    "no call in a list that is cut": ("hermes", "<tool_call>\n[]</tool", "<tool_call> []</tool", []),
     "a closing tag that is cut": ("hermes", '<tool_call>\n{"name": "f"}\n</tool', "", [("f", "{}")]),
     "a list that is cut": ("mistral", '[TOOL_CALLS][{"name": "f"}, ', "", [("f", "{}")]),
     "calls that are cut": ("llama3", '{"name": "f"}; ', "", [("f", "{}")]),

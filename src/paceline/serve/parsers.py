@@ -37,25 +37,32 @@ class ToolParser:
     """
 
     def __init__(self, family: str) -> None:
-        self._family, self._text, self._emitted = family, "", 0  # characters of content that were returned
+        self._family, self._emitted = family, 0  # characters of content that were returned
+        self._pieces, self._tail = list[str](), ""  # the whole text; what of it was not returned
+        self._holds = False  # whether a call may have begun: all waits for the end
 
     def feed(self, text: str) -> list[ParsedPiece]:
         """Read the next part of the answer, and return the content that it adds in front of anything like a call."""
-        self._text += text
+        self._pieces.append(text)
+        if self._holds:
+            return []
+        self._tail += text
         tag = _FORMS[self._family][0]
-        content, whole_tag, _ = self._text.partition(tag)
+        content, whole_tag, _ = self._tail.partition(tag)
         if not whole_tag:  # its beginning may stand at the end
             start = next(tag[:n] for n in range(len(tag) - 1, -1, -1) if content.endswith(tag[:n]))
             content = content.removesuffix(start)
         content = content.rstrip(_SPACE)  # white space is dropped where a call follows
-        if self._family == "llama3" and content.lstrip(_SPACE)[:1] == "{":
+        json_first = self._family == "llama3" and not self._emitted and content.lstrip(_SPACE)[:1] == "{"
+        self._holds = bool(whole_tag) or json_first
+        if json_first or not content:
             return []
-        before, self._emitted = self._emitted, len(content)
-        return [content[before:]] if len(content) > before else []
+        self._emitted, self._tail = self._emitted + len(content), self._tail[len(content) :]
+        return [content]
 
     def end(self) -> list[ParsedPiece]:
         """Return the rest of the content, and the calls; call it once, after the last `feed`."""
-        pieces = _parse(self._family, self._text)
+        pieces = _parse(self._family, "".join(self._pieces))
         if self._emitted:
             pieces[0] = str(pieces[0])[self._emitted :]
         return [piece for piece in pieces if piece]
@@ -77,7 +84,8 @@ def _parse(family: str, text: str) -> list[ParsedPiece]:
         if at >= 0:
             calls, rest, at = _calls(family, text, rest, at)
             if calls:
-                pieces, called, blank = [*pieces, *calls], True, ""
+                pieces += calls
+                called, blank = True, ""
             if at == len(text) and called and text[rest:].strip() in ("", ",", ";"):
                 break
         start = text.find(tag, max(at, 0))
@@ -107,11 +115,11 @@ def _calls(family: str, text: str, rest: int, at: int) -> tuple[list[tuple[str, 
     while True:
         at = _blank(text, at)
         if not (listed and not calls and text[at : at + 1] == "]"):  # else no call, in SmolLM2's words
+            if text[at : at + 1] != "{":  # at once: an error of the decoder counts the lines before it
+                return calls, rest, at
             try:
                 value, end = _DECODER.raw_decode(text, at)
                 from_json(text[at:end], allow_inf_nan=False)  # which is stricter
-                if not isinstance(value, dict):
-                    raise ValueError("it is not an object")
                 called, arguments = (name, value) if name is not None else _read(value)
             except (ValueError, RecursionError):
                 return calls, rest, at
@@ -126,7 +134,7 @@ def _calls(family: str, text: str, rest: int, at: int) -> tuple[list[tuple[str, 
             at = _blank(text, at)
         separator = "," if listed else close
         if not (separator and text.startswith(separator, at)):
-            cut_off = not listed and close.startswith(text[at:])
+            cut_off = calls and not listed and close.startswith(text[at : at + len(close) + 1])
             return (calls, len(text), len(text)) if cut_off else (calls, rest, at)
         at += len(separator)
         if separator not in (",", ";"):
