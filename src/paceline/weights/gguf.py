@@ -344,6 +344,8 @@ class MappedFile:
         try:
             for _ in range(count):
                 start, at = at + 8, at + 8 + size(data, at)[0]
+                if at > len(data):  # before all that is left is read
+                    break
                 texts.append(data[start:at].decode("utf-8", "replace"))
         except (struct.error, OverflowError, IndexError):
             at = len(data) + 1
