@@ -15,7 +15,10 @@ def test_it_keeps_the_last_requests(tmp_path: Path) -> None:
     store = RequestStore(tmp_path / "requests", most=4)
     for i in range(1, 8):
         store.add([i, i + 1], [10 * i])
+    for name in ("7.states", "7.states.part"):  # as an earlier version left them
+        (store.folder / name).write_bytes(b"0")
     other = RequestStore(tmp_path / "requests", most=4)
+    assert {file.suffix for file in store.folder.iterdir()} == {".npz"}
     assert other.numbers() == [4, 5, 6, 7] and other.numbers(after=5) == [6, 7]
     found = other.read([3, *other.numbers()])
     assert [(one.number, one.prompt, one.answer) for one in found] == [(i, [i, i + 1], [10 * i]) for i in (4, 5, 6, 7)]

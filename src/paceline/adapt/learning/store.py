@@ -47,6 +47,8 @@ class RequestStore:
             raise ConfigError(subject, f"{folder.name} in it cannot be made ({error})", "choose another") from error
         if mode & 0o077:
             raise ConfigError(subject, f"others may read {folder.name} in it", f"chmod 700 {folder}")
+        for old in (*folder.glob("*.states"), *folder.glob("*.states.part")):  # an earlier version's, of requests
+            old.unlink(missing_ok=True)
         self.last = max(self.numbers(), default=0)
 
     def numbers(self, after: int = 0) -> list[int]:
