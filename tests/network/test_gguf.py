@@ -106,6 +106,17 @@ def test_more_tensors_or_keys_than_a_model_has_are_refused_before_they_are_made(
     tracemalloc.stop()
 
 
+def test_a_text_beyond_the_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "text.gguf"
+    key = struct.pack("<Q1sIIQQ", 1, b"k", 9, 8, 1, 1 << 40)  # an array of one text
+    file.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + bytes(24_000_000))
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="its header continues beyond its"):
+        read_gguf(file)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
 def test_a_name_twice_is_refused(plain: Path, tmp_path: Path) -> None:
     at = _entry(plain, "blk.0.attn_q.weight") - len("blk.0.attn_q.weight")
     with pytest.raises(ConfigError, match=r"blk.1.attn_q.weight' is there twice"):
