@@ -82,7 +82,7 @@ class RankWorkers(Workers):
 
     def done(self) -> None:
         """Note that the ranks have completed the run."""
-        self._before.clear()
+        self.came_through()
         self._begun = False
         self.runs += 1
 

@@ -88,6 +88,7 @@ class StageWorkers(Workers):
 
     def __init__(self, workers: Sequence[Remote], last: Stage, layers: int, host: str = "") -> None:
         super().__init__(workers)
+        self.in_turn = len(workers)
         self.last, self.layers, self.count = last, layers, len(workers) + 1
         socket, self._address = listening(zmq.PULL, host)
         self._inbox = Line(socket)
@@ -116,7 +117,7 @@ class StageWorkers(Workers):
             return None
         out = self.last.run(self._arrived(due) if self.workers else due.frame)
         if out.rows:
-            self._before.clear()
+            self.came_through()
         return out
 
     def rest(self) -> bool:

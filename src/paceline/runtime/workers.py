@@ -15,7 +15,8 @@ from ..core.errors import WorkerRestarted
 from .remote import LOOK_S, Remote, Timeouts, WorkerFailed, receive, send
 
 SEND_S = 3.0  # for which one may take no message
-HANG_S, HANG_ROW_S = 10.0, 1.0  # of a pass, after which one is taken to hang, and more for each of its rows
+HANG_S, HANG_ROW_S = 10.0, 1.0  # of a pass, after which a worker is taken to hang, and more for each of its rows
+FIRST_PASS_S = 60.0  # at least, while none has come through: weights may be read from the disk
 TIMEOUTS = Timeouts(start_s=600.0, stuck_s=3600.0)  # their work is timed by its rows
 
 
@@ -30,6 +31,8 @@ class Workers:
         self.workers = workers
         self.faults: list[str] = []  # each names a worker and its process
         self._known = [len(worker.faults) for worker in workers]
+        self.in_turn = 1  # workers through which a pass goes one after another
+        self._first_pass = True  # since a start, or since one was lost
         self._before: set[int] = set()  # those that were lost since a pass has come through
         self._sending: int | None = None  # to which; also where that was interrupted
 
@@ -70,6 +73,7 @@ class Workers:
             return
         for index in lost:
             self._known[index] = len(self.workers[index].faults)
+        self._first_pass = True
         self.on_lost()
         self.faults += [self.workers[index].faults[-1] for index in lost]
         again = self._before.intersection(lost)
@@ -87,8 +91,13 @@ class Workers:
         return [i for i, worker in enumerate(self.workers) if len(worker.faults) > self._known[i]]
 
     def limit_s(self, rows: int) -> float:
-        """Return the seconds for which a pass of so many rows is waited for."""
-        return HANG_S + HANG_ROW_S * rows
+        """Return the seconds for which a pass of so many rows is waited for, through all that it passes."""
+        return max(HANG_S * self.in_turn, FIRST_PASS_S * self._first_pass) + HANG_ROW_S * rows
+
+    def came_through(self) -> None:
+        """Note that a pass has."""
+        self._before.clear()
+        self._first_pass = False
 
     def on_lost(self) -> None:
         """Note that one was lost."""
