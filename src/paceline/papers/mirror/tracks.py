@@ -5,10 +5,10 @@
     merge        one join between the segments: each track reads, by a product of its own, the normed states of all
     segment
     end          one join: all states, side by side, are the row of width G d that final norm and head read
-    choice       one join of logits, of which each process has those of a part of the vocabulary
+    choice       one join of logits, to which each track gives those of a part of the vocabulary
 
-In one process tracks are computed one after the other. In G processes each has a track, as one of several `Ranks`,
-which join through their shared memory, with the same numbers: products are the same, and a gather rounds nothing.
+Tracks are computed one after the other in one process; in several they were slower than a dense draft of their size.
+Loaded as one of several `Ranks`, a draft has one track: products are the same, and a gather rounds nothing.
 
 Source: Mirror Speculative Decoding, 3.3 and G.2, where the merge is not described; the rules here are ours. After SPD
 (Kim et al. 2025, arXiv 2502.20727), which leaves out joins of a trained model.
@@ -38,7 +38,7 @@ from ...weights.source import Source, parse_device
 
 
 def track_share(config: DecoderConfig, rank: int) -> Share:
-    """Return what the process of a track has: its vocabulary and joins are a rank's."""
+    """Return what a track has as a rank: its part of the vocabulary and its joins."""
     return Share(replace(config, family="llama"), rank, config.tracks)
 
 
@@ -200,7 +200,7 @@ class Tracks(Decoder):
 
     def _read_own(self, hidden: Tensor) -> Tensor:
         x = self.norm(hidden)
-        logits = torch.cat([track.logits(x) for track in self._each], dim=1)  # as in processes: the same bits
+        logits = torch.cat([track.logits(x) for track in self._each], dim=1)  # as ranks do: the same bits
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def best(self, hidden: Tensor) -> Tensor:
