@@ -208,7 +208,7 @@ class Decoder(nn.Module):
             RuntimeError: `finish` was not called, or they are borrowed.
         """
         if self.norm is None:
-            raise RuntimeError("embedding, norm and head of this decoder are lent by another, which lends them itself")
+            raise RuntimeError("embedding, norm and head of this decoder belong to another one: share that one's")
         norm, embedding, stack = self.norm if self.stack is None else self.stack.final, self.embedding.data, self.stack
         if self.ranks is not None:  # of both ends each rank has a part
             stack, embedding = None, embedding.new_empty((self.config.vocab_size, self.config.d_model), device="meta")

@@ -29,7 +29,7 @@ class PipelineConfig(AheadConfig):
     kind: ClassVar[str] = "pipeline"
     chooser: ClassVar[str] = "source"
 
-    stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
+    stages: int = option(2, help="consecutive parts of the target's layers", minimum=1)
     layers: str = option("", help="layers of each stage, such as 5x4x3; none: as even as can be")
     width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
     children: int = option(4, help="candidates below each of them", minimum=1)
