@@ -333,7 +333,7 @@ class TestCommands:
         monkeypatch.setenv("COLUMNS", "80")
         result = run("demo", "--model", "paceline-small", "--prompts", "2", "--drafter", "suffix", "--threads", "1")
         assert result.exit_code == 0, result.output
-        assert "IDENTICAL: 6 of 6" in result.stdout
+        assert "IDENTICAL: 12 of 12" in result.stdout
         stdout = result.stdout.replace(",", "")
         rates = dict(re.findall(r"^((?:bf16|4 bits) (?:plain|drafts)) +([\d.]+)", stdout, re.MULTILINE))
         [(dtype, drafts, rate)] = re.findall(
@@ -365,7 +365,7 @@ class TestCommands:
         result = run("demo", "--model", "paceline-small", "--prompts", "1", "--threads", "1")
         assert result.exit_code == 0, result.output
         assert "it cannot run here; ngram,depth=3 is used instead" in result.stderr
-        assert "IDENTICAL: 6 of 6" in result.stdout
+        assert "IDENTICAL: 12 of 12" in result.stdout
 
     def test_demo_fails_with_its_trials(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         drive = EngineRunner._drive

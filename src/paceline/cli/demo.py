@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +35,7 @@ SHOWN = "smollm2-135m"  # where its weights are on this machine; else the embedd
 CHAT = str(Path(__file__).parent / "data" / "chat_prompts.jsonl")
 TASKS = ("wikisql", "humaneval", "books")  # for the embedded model, which chats about less
 TOKENS = 96  # of an answer
+REPEATS = 2  # of each, whose median counts
 SHOWN_COLUMNS = {"tokens/s": "tok/s", "times plain": "speed-up", "tokens a pass": "length"}  # name here: in a report
 
 
@@ -103,7 +105,7 @@ def _by_prompt(summary: Summary, row: Row) -> str:
     names, factors = (row.method.name, row.reference), list[float]()
     for cell in summary.cells[row.section]:
         new, plain = (summary.trials.get((cell, name), ()) for name in names)
-        factors += [math.exp(log) for logs in speed_logs(new, plain).values() for log in logs]
+        factors += [math.exp(median(logs)) for logs in speed_logs(new, plain).values()]
     return f"{min(factors):.2f} to {max(factors):.2f}"
 
 
@@ -158,7 +160,7 @@ def _compare(llm: dict[str, Any], sides: dict[str, str], prompts: int | None) ->
             workloads=workloads,
             prompts=-(-(prompts or 12) // len(workloads)),
             max_new_tokens=TOKENS,
-            repeats=1,
+            repeats=REPEATS,
             device=llm["device"],
             threads=llm["threads"],
             time_limit_s=None if prompts else TOTAL_S,

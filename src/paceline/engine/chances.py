@@ -19,7 +19,7 @@ from operator import mul
 from ..core.sequence import Sequence
 from ..core.tree import TokenTree
 
-# Odds at which classes part; those of look-ups are half of the matched tokens (see `ngram.trust`).
+# Odds at which classes part; those of look-ups are half of the matched tokens (see `ngram.log_trust`).
 EDGES = (1 / 16, 1 / 8, 1 / 4, 0.45, 0.75, 1.25, 1.75, 2.4, 3.4, 5, 7, 10, 20, 50, 150, 500)
 CLASSES = len(EDGES) + 1
 DEPTHS = 5  # 1, 2, 3-4, 5-8, deeper

@@ -55,16 +55,6 @@ inline floats weights(const int8_t* w, int) {
 #endif
 }
 
-// line * x + sum in the sum's own register: with sixteen registers compilers copy some sums, and put others aside.
-[[gnu::always_inline]] inline floats fma_in_place(floats line, floats x, floats sum) {
-#if defined(__FMA__) && !PL_AVX512
-  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(line), "x"(x));
-  return sum;
-#else
-  return fma(line, x, sum);
-#endif
-}
-
 constexpr int64_t DEPTH = 512;  // of k, whose x of eight rows and weights of 16 outputs stay in the first-level cache
 
 // R rows of float32, or of bf16 where an instruction multiplies and adds pairs of these, against B weight blocks, from
@@ -118,7 +108,7 @@ template <int R, int B, class W, class A>
         for (int r = 0; r < R; r++) {
           const floats x = fill(in.x[r * in.stride + i + odd]);
 #pragma GCC unroll 16
-          for (int p = 0; p < P; p++) sum[r][p] = fma_in_place(line[p], x, sum[r][p]);
+          for (int p = 0; p < P; p++) sum[r][p] = fma(line[p], x, sum[r][p]);
         }
       }
   }
