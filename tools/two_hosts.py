@@ -2,11 +2,10 @@
 
     python tools/two_hosts.py --rate 1gbit --delay 1ms            # as root, on Linux, with iproute2
     python tools/two_hosts.py --hosts 3 --kill
-    python tools/two_hosts.py --mesh                              # two ranks a stage
 
 Each namespace runs `ray start` with a token, as a host does (docs/cluster.md). On the first one `paceline generate`
 runs a pipeline with a stage a host, then one whose drafter is on another host, then the mirror round with its drafter
-there. `--kill` ends a worker in the middle of an answer. `--mesh` has a stage a host, each in two ranks.
+there. `--kill` ends a worker in the middle of an answer.
 Links are virtual devices at a bridge, shaped on their way out: by netem where the kernel has it, else by a token
 bucket, which has a rate and no delay. Exit status 1: ids differ from those of one process. All namespaces are removed
 at the end, with what runs there.
@@ -145,7 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="paceline-small")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--kill", action="store_true", help="kill a worker in the middle of an answer, too")
-    parser.add_argument("--mesh", action="store_true", help="two ranks a stage, instead")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.inside:
@@ -173,11 +171,6 @@ def compare(asked: argparse.Namespace) -> int:
         env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         head, prefix = start_ray(hosts, folder, env), inside(next(iter(hosts)))
         cluster, stages = ["--cluster", f"{head},cores=1"], ["--pipeline", str(asked.hosts)]
-        if asked.mesh:
-            ranks = "--tensor-parallel", "2", "--exact"
-            check(generate(asked, prefix, env, *model, *cluster, *stages, *ranks))
-            check(generate(asked, prefix, env, *model, *cluster, *stages, *ranks, "--drafter", "ngram"))
-            return 0 if same else 1
         cluster += model
         mirror = ["--round", "mirror,kappa=2,rollout=process"]
         apart = ["--pipeline", str(asked.hosts - 1), "--round", "pipeline,source=process"]

@@ -106,8 +106,8 @@ def in_stages(cluster: Any, wanted: list[list[int]]) -> None:
 
 
 def straight(cluster: Any, wanted: list[list[int]]) -> None:
-    """Frames from stage to stage, each stage in two ranks."""
-    llm = on(cluster, pipeline=3, tensor_parallel=2, exact=True)
+    """Frames from stage to stage."""
+    llm = on(cluster, pipeline=3, exact=True)
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
     assert llm.engine.round.stage_line.faults == []  # type: ignore[attr-defined]
 

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,26 +122,3 @@ def test_processes_give_the_answers_of_one() -> None:
         LLM(MODEL, share=llm, pipeline=2, exact=True, **SMALL)
     with pytest.raises(ConfigError, match="the shared target was loaded with"):
         LLM(MODEL, share=llm, **SMALL)
-
-
-@pytest.mark.timeout(600)
-def test_stages_of_ranks_give_the_answers_of_one_process() -> None:
-    """Bit for bit; a rank of a stage is killed while they answer, and its stage goes on."""
-    expected = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
-    llm = LLM(MODEL, pipeline=2, tensor_parallel=2, drafter="ngram", exact=True, **SMALL)
-    stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
-    ticks: list[Any] = []
-
-    def on_tick(tick: Any) -> None:
-        ticks.append(tick)
-        if len(ticks) == 8:
-            (rank,) = (
-                Path(f"/proc/{stage_line.workers[0].pid}/task/{stage_line.workers[0].pid}/children").read_text().split()
-            )
-            os.kill(int(rank), signal.SIGKILL)
-
-    watch_ticks(llm.engine.round, on_tick)
-    assert ids(llm.generate(PROMPTS, GREEDY)) == expected
-    (fault,) = stage_line.faults
-    assert fault.startswith("worker stage 0: worker rank 1 ") and "killed by SIGKILL" in fault
-    assert stage_line.workers[0].starts == 1

@@ -1,11 +1,10 @@
-"""The tiny target, or some of its layers, in ranks, each but the first in a process of its own."""
+"""The tiny target in ranks, each but the first in a process of its own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,30 +28,25 @@ WIDE = {"vocab_size": 250, "d_model": 128, "d_ff": 256, "num_heads": 8, "num_kv_
 GEMMA = WIDE | {"qk_norm": True, "post_norms": True, "activation": "gelu_tanh", "embedding_scale": 8.0}
 
 
-Layers = tuple[int, int]
-
-
-def share_of(config: DecoderConfig, layers: Layers, rank: int, count: int, by_outputs: bool) -> Share:
-    """Of some layers, which have embedding and head where the last one is among them."""
-    ends = layers[1] == config.num_layers
-    own = config.part(*layers, ends)
-    return Share(own if ends else replace(own, vocab_size=count), rank, count, by_outputs)
-
-
 def made(
-    ranks: Ranks | None, config: DecoderConfig, layers: Layers, dtype: str, compiled: bool, exact: bool = False
+    ranks: Ranks | None,
+    config: DecoderConfig,
+    dtype: str,
+    compiled: bool,
+    exact: bool = False,
+    layers: tuple[int, int] | None = None,
 ) -> Decoder:
-    """A rank's share of the tiny target's layers, with the weights that they have in it; None: all of them."""
+    """A rank's share of the tiny target, or some of its layers, with the weights that these have in it."""
     kind: torch.dtype = getattr(torch, dtype)
-    attention, ends = make_backend(kind), layers[1] == config.num_layers
-    whole = tiny_weights(Decoder(config, attention, dtype=kind))
-    own = config.part(*layers, ends)
+    attention, (start, stop) = make_backend(kind), layers or (0, config.num_layers)
+    whole, ends = tiny_weights(Decoder(config, attention, dtype=kind)), stop == config.num_layers
+    own = config.part(start, stop, ends)
     decoder = Decoder(own, attention, dtype=kind, native=compiled, exact=exact, ranks=ranks)
     for name, parameter in decoder.named_parameters():
         head, _, rest = name.partition(".")
         if head == "layers":
             index, _, rest = rest.partition(".")
-            name = f"layers.{int(index) + layers[0]}.{rest}"
+            name = f"layers.{int(index) + start}.{rest}"
         elif not ends:
             parameter.data.zero_()
             continue
@@ -78,15 +72,13 @@ def service(
     memory: str,
     shape: Mapping[str, Any],
     by_outputs: bool,
-    layers: list[int],
     **how: Any,
 ) -> RankService:
     """What a worker makes."""
     torch.set_num_threads(1)
-    config, own = tiny_config(**shape), (layers[0], layers[1])
-    share = share_of(config, own, rank, count, by_outputs)
-    ranks = Ranks(share, Collectives.opened(memory, rank, count))
-    decoder = made(ranks, config, own, **how, exact=by_outputs)
+    config = tiny_config(**shape)
+    ranks = Ranks(Share(config, rank, count, by_outputs), Collectives.opened(memory, rank, count))
+    decoder = made(ranks, config, **how, exact=by_outputs)
     return RankService(decoder, decoder.cache_shape, decoder.dtype, Facts(weights="tiny"))
 
 
@@ -97,22 +89,19 @@ def ranked(
     by_outputs: bool = False,
     dtype: str = "float64",
     compiled: bool = False,
-    layers: Layers | None = None,
 ) -> Iterator[Decoder]:
     """The tiny target in so many ranks, of which this is the first; one: without ranks.
 
     Args:
         shape: of `tiny_config`.
-        layers: of it; None: all.
     """
     config = tiny_config(**(shape or {}))
-    own, how = layers or (0, config.num_layers), {"dtype": dtype, "compiled": compiled}
+    how = {"dtype": dtype, "compiled": compiled}
     if count == 1:
-        yield made(None, config, own, dtype, compiled, by_outputs)
+        yield made(None, config, dtype, compiled, by_outputs)
         return
     memory = RankMemory(count)
     given = {"count": count, "shape": shape or {}, "by_outputs": by_outputs, **how}
-    given |= {"layers": [*own]}
     here = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     workers = []
     with patch.dict(os.environ, PYTHONPATH=here):
@@ -123,9 +112,9 @@ def ranked(
             workers[-1].poll()
         joins = memory.joins()
         try:
-            share = share_of(config, own, 0, count, by_outputs)
+            share = Share(config, 0, count, by_outputs)
             line = RankWorkers(workers, joins)
-            yield made(Ranks(share, joins, line), config, own, dtype, compiled, by_outputs)
+            yield made(Ranks(share, joins, line), config, dtype, compiled, by_outputs)
         finally:
             for worker in workers:
                 worker.stop()

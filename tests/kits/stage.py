@@ -36,7 +36,7 @@ CONFIG = tiny_config(num_layers=LAYERS)
 
 def part(start: int, stop: int, dtype: str = "float64", compiled: bool = False) -> Decoder:
     """Layers of the tiny target alone, with the weights that they have in it; the last ones with embedding and head."""
-    return ranks.made(None, CONFIG, (start, stop), dtype, compiled)
+    return ranks.made(None, CONFIG, dtype, compiled, layers=(start, stop))
 
 
 def made(start: int, stop: int, slots: int, dtype: str = "float64", compiled: bool = False) -> StageService:

@@ -95,8 +95,7 @@ def test_a_rank_reads_and_holds_its_part(dtype: str, monkeypatch: pytest.MonkeyP
     [
         ({"tensor_parallel": 0}, "tensor_parallel=0"),
         ({"tensor_parallel": 4}, "4 ranks do not divide heads: 6"),
-        ({"tensor_parallel": 4, "pipeline": 2}, "4 ranks do not divide heads: 6"),
-        ({"tensor_parallel": 2, "round": "pipeline,stages=2"}, "stages of one process share its ranks"),
+        ({"tensor_parallel": 2, "pipeline": 2}, "cut into stages or into ranks"),
         ({"tensor_parallel": 2, "exact": True, "kernels": "torch"}, "compiled layers"),
         ({"tensor_parallel": 2, "exact": True, "dtype": "float64"}, "compiled layers"),
     ],

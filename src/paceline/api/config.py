@@ -70,11 +70,11 @@ class LLMConfig(LLMOptions):
         return resolve(self.model, self.dtype, self.revision, self.offline)
 
     def _check_ranks(self) -> None:
-        """Refuse stages of this process, or a device other than the CPU, next to ranks."""
+        """Refuse stages, or a device other than the CPU, next to ranks."""
         subject = f"tensor_parallel={self.tensor_parallel}"
-        if self.pipeline is None and (round_ := parse_round(self.round)) is not None and round_.stages:
-            wrong = "stages of one process share its ranks, which know no stages"
-            raise CapabilityError(f"{subject} with round={shown(self.round)}", wrong, "give pipeline=STAGES, too")
+        if (round_ := parse_round(self.round)) is not None and round_.stages:
+            wrong = "a target is cut into stages or into ranks"
+            raise CapabilityError(f"{subject} with round={shown(self.round)}", wrong, "leave out one of the two")
         if parse_device(self.device).type != "cpu":
             wrong = "ranks share the memory of a host, and add in it"
             raise CapabilityError(f"{subject} with device={shown(self.device)}", wrong, "use device='cpu'")

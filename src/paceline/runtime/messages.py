@@ -1,8 +1,7 @@
 """Messages of stages and their coordinator.
 
-    Clear      another epoch begins, with the address of frames that leave; is answered by `Ready`
+    Clear      another epoch begins, with the address of frames that leave; is answered by the same
     Verdicts   of the target, to all stages; has no answer
-    Dropped    a stage lost its K/V, and comes back by itself
     Compute    a frame, from the coordinator to the first stage, from stage to stage, and back from the last but one
 
 States go in and come out: embedding tokens and reading the last states are the coordinator's (`stage_workers`).
@@ -25,25 +24,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Nothing in flight counts any more."""
+    """Nothing that was sent before counts, nor what K and V hold. A stage or rank replies with the same."""
 
     epoch: int
-    out: str  # address of the next stage's frames (`wire.listening`)
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Frames of an epoch may come."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A stage lost its K/V."""
-
-    epoch: int
-    why: str
+    out: str = ""  # address of the next stage's frames (`wire.listening`)
 
 
 @dataclass(frozen=True, slots=True)

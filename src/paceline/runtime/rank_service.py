@@ -2,7 +2,7 @@
 
 Run        a pass, or a part of one; has no answer but what the ranks join
 Adapter    adapters that later runs name
-Clear      another epoch begins; the rank replies with the same
+Clear      of `messages`: another epoch begins
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..model.families import linear_shapes
 from ..model.fields import Values
 from ..model.parallel import BEST, LOGITS, NORMED, Run
 from .handshake import Facts
+from .messages import Clear
 from .serving import Service
 
 
@@ -40,13 +41,6 @@ class Adapter:
         for part, value in zip(adapters.parameters(), self.values, strict=True):
             part.data.copy_(value)
         return adapters
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """Nothing that was sent before counts, nor what K and V hold."""
-
-    epoch: int
 
 
 class RankService(Service):

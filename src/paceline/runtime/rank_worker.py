@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 from weakref import finalize
 
 import torch
 
 from ..api.assembly.memory import kv_layout
-from ..api.assembly.models import TargetPart, compiled_layers, load_part, share_of
+from ..api.assembly.models import compiled_layers, exact_layers, load_decoder, share_of
 from ..api.config import LLMConfig
-from ..api.split import Split, parse_cluster, parse_split
+from ..api.split import parse_cluster
 from ..core.errors import ConfigError
 from ..model.joins import Collectives, RankMemory
 from ..model.parallel import Ranks
@@ -32,25 +31,22 @@ from .workers import TIMEOUTS, end_all
 OPTIONS = ("model", "dtype", "kv_cache_dtype", "exact", "kernels", "revision", "offline")
 
 
-def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
+def start_ranks(config: LLMConfig, source: Source) -> Ranks:
     """Start the other ranks' processes, which load their shares while this one loads its own; return rank 0.
 
     They end with the line that is returned. Each has as many threads, so that together they use once the cores that
-    this process has, or its stage, where the options name no other number for each.
+    this process has, where the options name no other number for each.
 
     Args:
-        config, source, part: the options, and what is shared.
+        config, source: the options, and what is shared.
 
     Raises:
         ConfigError: ranks that cannot share the target.
         CapabilityError: no compiled code, or a system without such memory.
     """
-    share = share_of(config, source, 0, part)
-    split = Split(stages=1) if config.pipeline is None else parse_split(config.pipeline)
-    named = split.cores[-(len(split.cores) // split.stages) :] if split.cores else ()  # the last stage's are this one's
+    share = share_of(config, source, 0)
     bundle = None if config.cluster is None else parse_cluster(config.cluster).cores
-    usable = len(named) or split.threads or bundle or max(1, len(cores()) // split.stages)
-    where = Placement(cores=named, threads=config.threads or max(1, usable // share.count))
+    where = Placement(threads=config.threads or max(1, (bundle or len(cores())) // share.count))
     memory = RankMemory(share.count)
     workers = []
     for rank in range(1, share.count):
@@ -62,7 +58,6 @@ def start_ranks(config: LLMConfig, source: Source, part: TargetPart) -> Ranks:
                 "rank": rank,
                 "count": share.count,
                 "memory": memory.path,
-                **asdict(part),
             },
             expected=facts_of(source),
             placement=where,
@@ -90,15 +85,7 @@ def options_of(config: LLMConfig, source: Source) -> dict[str, Any]:
     return options | {"kernels": "native" if compiled_layers(config, source.shape, source.dtype) else "torch"}
 
 
-def rank_service(
-    device: str,
-    options: Mapping[str, Any],
-    rank: int,
-    count: int,
-    memory: str,
-    layers: Sequence[int] | None = None,
-    ends: bool = True,
-) -> RankService:
+def rank_service(device: str, options: Mapping[str, Any], rank: int, count: int, memory: str) -> RankService:
     """Make the service of a rank, in its own process.
 
     Args:
@@ -106,16 +93,14 @@ def rank_service(
         options: those of `LLMConfig` that it must know.
         rank, count: which of how many.
         memory: where what the ranks share is found.
-        layers, ends: as of `TargetPart`.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, too little memory.
     """
     config = LLMConfig(**{**options, "device": device, "tensor_parallel": count})
     source = config.resolve()
-    part = TargetPart(None if layers is None else (layers[0], layers[1]), ends)
-    ranks = Ranks(share_of(config, source, rank, part), Collectives.opened(memory, rank, count))
-    decoder = load_part(config, source, part, ranks)
+    ranks = Ranks(share_of(config, source, rank), Collectives.opened(memory, rank, count))
+    decoder = load_decoder(config, source, exact_layers(config, source), ranks=ranks)
     layout, kind = kv_layout(config, decoder.local, source.dtype)
     return RankService(decoder, layout, kind, facts_of(source))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -19,7 +18,8 @@ from ..model.adapters import AdapterRange, LowRank
 from ..model.base import KVCache
 from ..model.joins import Collectives
 from ..model.parallel import Run
-from .rank_service import Adapter, Clear
+from .messages import Clear
+from .rank_service import Adapter
 from .remote import LOOK_S, Remote
 from .workers import Workers
 
@@ -45,12 +45,6 @@ class RankWorkers(Workers):
         self._numbers, self._dropped, self._moves = count(), list[int](), list[tuple[int, list[int], list[int]]]()
         self._caches: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._adapters: WeakKeyDictionary[LowRank, int] = WeakKeyDictionary()
-
-    def wait_ready(self) -> None:
-        """Wait until lost ranks have started again; of one that is lost meanwhile what is in flight does not count."""
-        while any(worker.line is None for worker in self.workers):
-            with suppress(WorkerRestarted):
-                super().wait_ready()
 
     def send(self, run: Run, cache: KVCache | None, adapters: Sequence[AdapterRange]) -> None:
         """Have the ranks do a run.
@@ -146,10 +140,7 @@ class RankWorkers(Workers):
         self._moves = []
         self._dropped.clear()
         self._adapters.clear()
-        clear = Clear(self._epoch)
-        self.send_to(self._all, clear)
-        for index in self._all:
-            self.answer(index, lambda reply: reply == clear, CLEAR_S)
+        self.begin([Clear(self._epoch)] * len(self.workers), CLEAR_S)
         self.joins.watch([os.pidfd_open(worker.pid) for worker in self.workers if worker.pid is not None])
         self.joins.begin(lost=0)
         self._clear = False

@@ -110,7 +110,7 @@ def _has(has: Mapping[str, float]) -> str:
 
 
 class ClusterHosts:
-    """Room for this process and all workers of a configuration that names a cluster; ranks run with their stage.
+    """Room for this process and all workers of a configuration that names a cluster.
 
     It is given back with this object.
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import zmq
 
-from ..core.errors import WorkerRestarted
 from ..core.inference import inference
 from ..model.stages import Frame, Stage
 from .handshake import Facts
-from .messages import Compute, Dropped, Ready, Verdicts
+from .messages import Compute, Verdicts
 from .serving import Service
 from .wire import Late, Line, connected, listening
 
@@ -52,14 +51,12 @@ class StageService(Service):
                 self.stage.close(request)
             return ()
         self.stage.forget(message.epoch)
-        self._computed, ranks = None, self.stage.decoder.ranks
-        if ranks is not None and ranks.line is not None:
-            ranks.line.wait_ready()
+        self._computed = None
         if message.out != self._address:
             if self._out is not None:
                 self._out.close()
             self._out, self._address = Line(connected(zmq.PUSH, message.out)), message.out
-        return (Ready(message.epoch),)
+        return (message,)
 
     @inference
     def work(self) -> Iterable[Any] | None:
@@ -77,9 +74,6 @@ class StageService(Service):
         if message.frame.epoch != self.stage.epoch:
             return ()
         began = time.monotonic()
-        try:
-            frame = self.stage.run(message.frame)
-        except WorkerRestarted as error:
-            return (Dropped(message.frame.epoch, str(error)),)
+        frame = self.stage.run(message.frame)
         self._computed = frame, max(message.seconds, time.monotonic() - began)
         return ()

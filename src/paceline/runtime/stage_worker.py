@@ -16,7 +16,7 @@ import torch
 
 from .. import kernels
 from ..api.assembly.memory import kv_layout
-from ..api.assembly.models import LoadedModel, TargetPart, load_part, load_ranks
+from ..api.assembly.models import LoadedModel, exact_layers, load_decoder
 from ..api.config import LLMConfig
 from ..api.split import Split, parse_split
 from ..core.errors import ConfigError
@@ -29,7 +29,7 @@ from ..model.stages import Stage
 from ..weights.source import Source, parse_device
 from .handshake import Facts
 from .placement import Placement, cores, pin
-from .rank_worker import facts_of, options_of, start_ranks
+from .rank_worker import facts_of, options_of
 from .remote import LocalHandle, Remote, WorkerSpec
 from .stage_service import StageService
 from .stage_workers import StageWorkers
@@ -67,7 +67,7 @@ def start_stages(hosts: ClusterHosts | None, config: LLMConfig, target: LoadedMo
     if placements[-1].cores:
         pin(placements[-1].cores)
     if config.threads is None and placements[-1].num_threads:
-        torch.set_num_threads(max(1, placements[-1].num_threads // config.tensor_parallel))
+        torch.set_num_threads(placements[-1].num_threads)
     return stage_line
 
 
@@ -107,11 +107,10 @@ def stage_spec(config: LLMConfig, index: int, part: Mapping[str, int], where: Pl
         where: it runs.
         source: the target.
     """
-    options = options_of(config, source) | {"tensor_parallel": config.tensor_parallel}
     return WorkerSpec(
         name=f"stage {index}",
         service=f"{__name__}:service",
-        options={"options": options, **part},
+        options={"options": options_of(config, source), **part},
         expected=_facts(source, bool(config.exact)),
         placement=where,
     )
@@ -135,12 +134,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     if not 0 <= start < stop <= layers:
         subject = f"a stage of layers {start} to {stop - 1} of {config.model}"
         raise ConfigError(subject, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
-    part = TargetPart((start, stop), ends=False)
-    if config.tensor_parallel > 1:  # they share the threads that this process was given
-        stage_config = replace(config, threads=max(1, torch.get_num_threads() // config.tensor_parallel))
-        decoder = load_ranks(stage_config, source, part, start_ranks(stage_config, source, part))
-    else:
-        decoder = load_part(config, source, part)
+    decoder = load_decoder(config, source, exact_layers(config, source), (start, stop))
     shape, kind = kv_layout(config, decoder.local, source.dtype)
     store = KVStore(*shape, slots, kind, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source, bool(config.exact)))

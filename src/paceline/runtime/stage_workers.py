@@ -20,14 +20,12 @@ from typing import Any
 import torch
 import zmq
 
-from ..core.errors import WorkerRestarted
 from ..model.stages import Frame, Stage
-from .messages import Clear, Compute, Dropped, Ready, Verdicts
+from .messages import Clear, Compute, Verdicts
 from .remote import LOOK_S, Remote, receive
 from .wire import Late, Line, connected, listening
-from .workers import Workers
+from .workers import TIMEOUTS, Workers
 
-RANKS_S = 2.0  # a stage of ranks is waited for so much longer: it is to name one that hangs first, and end it
 RECENT = 16  # frames whose time in a stage counts
 FIRST_S = 0.05  # in its place, before the first one
 LOOKS = 8  # for a late level, in a tick
@@ -96,8 +94,6 @@ class StageWorkers(Workers):
         self._out: Line | None = None  # .. and the line to it
         self._in_flight = InFlight(self.count)
         self._clear = True  # whether the stages are to be sent the epoch
-        self._waits: set[int] = set()  # stages whose `Ready` is awaited
-        self._ranks_s = 0.0 if last.decoder.ranks is None else RANKS_S
 
     def tick(self, entering: Frame | None) -> Frame | None:
         """Implement `StageLine`.
@@ -144,7 +140,7 @@ class StageWorkers(Workers):
             except Late:  # the stages are looked at, and the frame is waited for again
                 self.look()
             waited = time.monotonic() - began
-            if waited > self.limit_s(due.rows) + self._ranks_s:
+            if waited > self.limit_s(due.rows):
                 # The one that has been at its work, or silent, for longest.
                 worker = max(self.workers, key=lambda one: max(one.busy_s, one.silent_s))
                 worker.failed(f"hangs: at {due.rows} rows for {waited:.1f} s")
@@ -153,18 +149,10 @@ class StageWorkers(Workers):
         return message.frame
 
     def look(self) -> None:
-        """Implement `Workers`; a stage that lost its K/V has its passes lost, too."""
-        for index in range(len(self.workers)):
-            self._read(index, 0)
+        """Implement `Workers`; between epochs a stage sends nothing but why it failed."""
+        for worker in self.workers if not self._clear else ():
+            receive(worker, 0)
         super().look()
-
-    def _read(self, index: int, seconds: float) -> None:
-        message = receive(self.workers[index], seconds)
-        if isinstance(message, Ready) and message.epoch == self.last.epoch:
-            self._waits.discard(index)
-        elif isinstance(message, Dropped) and message.epoch == self.last.epoch:
-            self.faults.append(f"worker {self.workers[index].spec.name}: {message.why}")
-            raise WorkerRestarted(self.faults[-1])
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """Implement `StageLine`."""
@@ -206,10 +194,5 @@ class StageWorkers(Workers):
             if self._out is not None:
                 self._out.close()
             self._out, self._first = Line(connected(zmq.PUSH, inboxes[0])), inboxes[0]
-        self._waits = set(range(len(self.workers)))
-        for index, out in enumerate(inboxes[1:]):
-            self.send_to([index], Clear(self.last.epoch, out))
-        while self._waits:  # a stage of ranks is ready when these are
-            self._read(min(self._waits), LOOK_S)
-            self.look()
+        self.begin([Clear(self.last.epoch, out) for out in inboxes[1:]], TIMEOUTS.stuck_s)
         self._clear = False

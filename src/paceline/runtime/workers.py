@@ -8,10 +8,11 @@ requests again from their tokens. Where the same one is lost again before a pass
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core.errors import WorkerRestarted
+from .messages import Clear
 from .remote import LOOK_S, Remote, Timeouts, WorkerFailed, receive, send
 
 SEND_S = 3.0  # for which one may take no message
@@ -123,23 +124,22 @@ class Workers:
             send(self.workers[index], message, SEND_S)
             self._sending = None
 
-    def answer(self, index: int, fits: Callable[[Any], bool], seconds: float) -> None:
-        """Wait for a message of one of them that fits; raises as `look`.
+    def begin(self, orders: Sequence[Clear], seconds: float) -> None:
+        """Have each begin an epoch, and wait until all have; raises as `look`.
 
         Args:
-            index: which.
-            fits: whether a message is the answer.
-            seconds: after which it is ended.
+            orders: one for each.
+            seconds: after which one that does not answer is ended.
         """
+        for index, order in enumerate(orders):
+            self.send_to([index], order)
         began = time.monotonic()
-        while True:
-            self.check_ready(index)
-            message = receive(self.workers[index], LOOK_S)
-            if message is not None and fits(message):
-                return
-            if time.monotonic() - began > seconds:
-                self.workers[index].failed("does not answer any more")
-            self.look()
+        for index, order in enumerate(orders):
+            while receive(self.workers[index], LOOK_S) != order:
+                if time.monotonic() - began > seconds:
+                    self.workers[index].failed("does not answer any more")
+                self.look()
+                self.check_ready(index)
 
 
 def end_all(workers: Sequence[Remote]) -> None:

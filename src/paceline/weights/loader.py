@@ -39,7 +39,6 @@ def load_model(
     exact: bool = False,
     native: bool = False,
     layers: tuple[int, int] | None = None,
-    ends: bool = True,
     ranks: Ranks | None = None,
 ) -> Decoder:
     """Load a checkpoint, or a part of its layers.
@@ -50,9 +49,9 @@ def load_model(
     Args:
         device: "cpu", "cuda" or "cuda:1".
         exact, native: see `Decoder`.
-        layers: the first one, and one past the last one; None: all. They are numbered from 0 then.
+        layers: the first one, and one past the last one; None: all. They are numbered from 0 then. Without the last
+            layer the decoder's embedding and head are zeros, for nobody to use.
         ranks: the share of one of several ranks is loaded, and nothing else is read.
-        ends: of `DecoderConfig.part`; without them the decoder's embedding and head are zeros, for nobody to use.
 
     Raises:
         ConfigError: files that are missing, broken or do not fit the configuration, or weights for which there is
@@ -61,7 +60,7 @@ def load_model(
     """
     folder, config, kind, quant = source.folder, source.shape, source.dtype, source.quant
     place = parse_device(device)
-    layout = read_layout(folder, config)
+    layout, ends = read_layout(folder, config), layers is None or layers[1] == config.num_layers
     if quant == "stored" and not is_gguf(folder) and config.quantised is None:
         wrong = f"{folder} has no weights in blocks"
         raise ConfigError("dtype='stored'", wrong, "name a GGUF file or a checkpoint in 4 bits, or leave it out")

@@ -21,9 +21,8 @@ from .drafting import build_drafter, drafter_of, make_budget
 from .memory import kv_layout, make_pool, model_length, pool_tokens
 from .models import (
     LoadedModel,
-    TargetPart,
     exact_layers,
-    load_ranks,
+    load_decoder,
     load_source,
     own_layers,
     share_of,
@@ -47,8 +46,10 @@ def load_target(config: LLMConfig, source: Source) -> LoadedModel:
     layers = own_layers(config, source.shape)
     if config.tensor_parallel > 1:
         share_of(config, source, 0)
-        tokenizer, part = source.tokenizer(), TargetPart(layers)
-        decoder = load_ranks(config, source, part, start("rank_worker:start_ranks", config, source, part))
+        tokenizer = source.tokenizer()
+        ranks = start("rank_worker:start_ranks", config, source)
+        decoder = load_decoder(config, source, exact_layers(config, source), ranks=ranks)  # as the others load theirs
+        ranks.line.start()
         return LoadedModel(source, decoder, tokenizer)
     return load_source(config, source, exact_layers(config, source), layers)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -45,28 +45,13 @@ class LoadedModel:
         return self.source.folder
 
 
-@dataclass(frozen=True, slots=True)
-class TargetPart:
-    """Describe what a process, or all ranks of one, have of a target."""
-
-    layers: tuple[int, int] | None = None  # the first, and one past the last; None: all
-    ends: bool = True  # whether embedding, final norm and head are there, too
-
-
 def start(name: str, *arguments: Any) -> Any:
     """Call a function of `paceline.runtime` that starts processes, which is imported when it is needed."""
     return resolve_name(f"paceline.runtime.{name}")(*arguments)
 
 
-def load_ranks(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks) -> Decoder:
-    """Load rank 0's share of a part of the target, while the other ranks load theirs; errors as of `load_model`."""
-    decoder = load_part(config, source, part, ranks)
-    ranks.line.start()
-    return decoder
-
-
-def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = TargetPart()) -> Share:  # noqa: B008  # frozen
-    """Return what one rank has of the target, or of a part of it.
+def share_of(config: LLMConfig, source: Source, rank: int) -> Share:
+    """Return what one rank has of the target.
 
     Raises:
         ConfigError: ranks that cannot share it.
@@ -80,31 +65,26 @@ def share_of(config: LLMConfig, source: Source, rank: int, part: TargetPart = Ta
     if is_gguf(source.folder):
         wrong = "a GGUF file's weights are in blocks, which are not cut at ranks"
         raise CapabilityError(f"tensor_parallel={count} with {source.name}", wrong, "use the original checkpoint")
-    shape = source.shape if part.layers is None else source.shape.part(*part.layers, part.ends)
-    if not part.ends:
-        shape = replace(shape, vocab_size=count)  # of which nobody has a use
-    return Share(shape, rank, count, by_outputs(bool(config.exact), source.quant))
+    return Share(source.shape, rank, count, by_outputs(bool(config.exact), source.quant))
 
 
-def load_part(config: LLMConfig, source: Source, part: TargetPart, ranks: Ranks | None = None) -> Decoder:
-    """Return a part of the target, or a rank's share of it; errors as of `load_model`."""
-    return _decoder(config, source, exact_layers(config, source), stage_devices(config)[-1], part, ranks)
-
-
-def _decoder(
-    config: LLMConfig, source: Source, exact: bool, device: str, part: TargetPart, ranks: Ranks | None = None
+def load_decoder(
+    config: LLMConfig,
+    source: Source,
+    exact: bool,
+    layers: tuple[int, int] | None = None,
+    ranks: Ranks | None = None,
 ) -> Decoder:
-    """Return a part of a checkpoint, or one rank's share of it."""
+    """Return a checkpoint's decoder, some ``layers`` of it, or one rank's share; errors as of `load_model`."""
     options: dict[str, Any] = {
         "attention": make_backend(source.dtype, exact),
-        "device": device,
+        "device": stage_devices(config)[-1],
         "native": compiled_layers(config, source.shape, source.dtype),
         "ranks": ranks,
     }
     if source.shape.tracks > 1:
         return resolve_name(f"{TRACKS}:load_tracks")(source, **options)
-    options |= {"layers": part.layers, "ends": part.ends}
-    return load_model(source, exact=exact, **options)
+    return load_model(source, exact=exact, layers=layers, **options)
 
 
 def stage_devices(config: LLMConfig) -> list[str]:
@@ -140,8 +120,7 @@ def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | Non
 def load_source(config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None) -> LoadedModel:
     """Return a checkpoint's decoder, or ``layers`` of it, with its tokenizer; errors as of `load_model`."""
     tokenizer = source.tokenizer()  # before the weights: its errors show at once
-    decoder = _decoder(config, source, exact, stage_devices(config)[-1], TargetPart(layers))
-    return LoadedModel(source, decoder, tokenizer)
+    return LoadedModel(source, load_decoder(config, source, exact, layers), tokenizer)
 
 
 def exact_layers(config: LLMConfig, source: Source) -> bool:
