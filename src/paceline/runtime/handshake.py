@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -11,26 +11,21 @@ from .. import __version__
 from ..core.errors import CapabilityError
 
 
+def _fact(remedy: str, default: str = "") -> Any:
+    return field(default=default, metadata={"remedy": remedy})
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Describe what both sides must agree in; an empty fact does not matter."""
 
-    weights: str = ""  # fingerprint of the checkpoint (`weights.files.fingerprint`), and its layers
-    vocabulary: str = ""  # of token ids and their pieces
-    dtype: str = ""
-    torch: str = ""  # its version
-    instructions: str = ""  # in use, where ids are to be the same bit for bit
-    version: str = __version__
-
-
-_REMEDIES = {
-    "weights": "give both sides the same checkpoint",
-    "vocabulary": "use models with the same tokenizer",
-    "dtype": "give both sides the same dtype",
-    "torch": "install the same torch on all hosts",
-    "instructions": "use hosts with the same kind of processor, or leave exact out",
-    "version": "install the same version on both sides",
-}
+    weights: str = _fact("give both sides the same checkpoint")  # `weights.files.fingerprint`, and its layers
+    vocabulary: str = _fact("use models with the same tokenizer")  # of token ids and their pieces
+    dtype: str = _fact("give both sides the same dtype")
+    torch: str = _fact("install the same torch on all hosts")  # its version
+    # In use, where ids are to be the same bit for bit.
+    instructions: str = _fact("use hosts with the same kind of processor, or leave exact out")
+    version: str = _fact("install the same version on both sides", __version__)
 
 
 def compare(who: str, expected: Facts, actual: Facts) -> None:
@@ -43,7 +38,7 @@ def compare(who: str, expected: Facts, actual: Facts) -> None:
         mine, theirs = getattr(expected, fact.name), getattr(actual, fact.name)
         if mine and mine != theirs:
             wrong = f"its {fact.name} is {theirs or 'not known'}, and {mine} is expected"
-            raise CapabilityError(f"worker {who}", wrong, _REMEDIES[fact.name])
+            raise CapabilityError(f"worker {who}", wrong, fact.metadata["remedy"])
 
 
 @dataclass(frozen=True, slots=True)
