@@ -407,7 +407,7 @@ def test_no_configuration_of_a_set_gets_through(
         ({"gamma": 10**9}, "gamma must be 1024 or less"),
         ({"gamma": 1000}, r"embeddings is \(3, 32\), wanted \(1000, 32\)"),
         ({"d_model": 10**9}, "d_model must be 1 to"),
-        ({"start_rank": 32}, "unknown entries: start_rank"),
+        ({"start_rank": 32}, "unknown entry 'start_rank'"),
         ({"adapter": {"rank": 10**6, "alpha": 8.0, "layers": [2]}}, "adapters.2.down.down is|wanted .1000000,"),
     ],
 )

@@ -11,9 +11,10 @@ from train_target import TargetOptions
 from paceline.core.errors import ConfigError
 from paceline.train.data import STDLIB
 from paceline.train.job import TrainingJob, prepare
-from paceline.train.recipe import fill, locate, read_recipe
+from paceline.train.recipe import locate, read_recipe
 from paceline.train.registry import kind
 from paceline.train.trainer import Phase, TrainConfig
+from paceline.weights.files import fill
 
 RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
 TEXT = """
@@ -53,7 +54,7 @@ def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
     made = read_recipe(write(tmp_path))
     assert made.config == TrainConfig(steps=20, learning_rate=1e-3)
     assert made.phases == (Phase(until=0.5, rows=4), Phase(length=64))
-    assert fill(TargetOptions, dict(made.options), made.where) == TargetOptions(layers=2, grow=(0, 1))
+    assert fill(TargetOptions, made.options, "recipe") == TargetOptions(layers=2, grow=(0, 1))
     assert [(s.file, s.weight, s.name) for s in made.sources] == [("a.txt", 2.0, "a"), (STDLIB, 1.0, STDLIB)]
     assert (made.held_out[0].name, made.prompt_weight) == ("b", 0.25)
 
@@ -62,11 +63,11 @@ def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('recipe = "target"', "", "does not name its kind"),
-        ("steps = 20", "stepps = 20", "TrainConfig has no 'stepps'. Did you mean 'steps'"),
+        ("steps = 20", "stepps = 20", "unknown entry 'stepps'. Did you mean 'steps'"),
         ("steps = 20", "steps = true", "steps=True: input should be a valid integer"),
         ("steps = 20", 'schedule = "flat"', "schedule='flat': input should be 'cosine', 'linear' or"),
         ('file = "a.txt"', "", "file is missing"),
-        ("prompt_weight", "promt_weight", "DataTable has no 'promt_weight'. Did you mean 'prompt_weight'"),
+        ("prompt_weight", "promt_weight", "unknown entry 'promt_weight'. Did you mean 'prompt_weight'"),
         ("[options]\nlayers = 2\ngrow = [0, 1]\n", "options = 3\n", "options=3: input should be an object"),
         ("steps = 20", "steps = 0", "steps=0: steps must be 1 or more"),
         ("[train]", "[train", "not TOML"),
@@ -88,7 +89,7 @@ def test_files_are_found_in_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
 def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
     made = read_recipe(path)
-    fill(TargetOptions if made.kind == "target" else kind(made.kind).Options, dict(made.options), path)
+    fill(TargetOptions if made.kind == "target" else kind(made.kind).Options, made.options, str(path))
     known = json.loads((RECIPES / "manifest.json").read_text("utf-8"))["files"]
     assert {s.file for s in (*made.sources, *made.held_out)} - {STDLIB} <= known.keys()
     measured = {name for name, entry in known.items() if entry.get("use") == "measuring"}

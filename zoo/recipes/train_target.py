@@ -24,9 +24,10 @@ from paceline.train.data import SourceSpec, TokenBatch, read_documents
 from paceline.train.job import TrainingJob, finish, run
 from paceline.train.losses import cross_entropy
 from paceline.train.network import Network
-from paceline.train.recipe import fill, locate, read_recipe
+from paceline.train.recipe import locate, read_recipe
 from paceline.train.recipes.distillation import ModelShape
 from paceline.train.registry import KINDS, BuildContext, RecipeKind
+from paceline.weights.files import fill
 from paceline.weights.loader import load_weights
 
 CHUNK = 1024  # rows of logits held at a time
@@ -213,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     KINDS["target"] = RecipeKind(f"{__name__}:TargetOptions")
     recipe = locate(read_recipe(given.recipe), given.data)
     if given.init is None and not (given.out / "tokenizer" / "tokenizer.json").is_file():
-        shape = fill(TargetOptions, dict(recipe.options), given.recipe)
+        shape = fill(TargetOptions, recipe.options, f"recipe {given.recipe}")
         train_tokenizer(recipe.sources, shape.vocab_size, given.out / "tokenizer", shape.context)
     job = TrainingJob(**vars(recipe), init=given.init or given.out / "tokenizer", out=given.out)
     trainer = run(job, lambda step, figures: step == given.stop_after, print)

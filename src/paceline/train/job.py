@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..model.hot import most_frequent, save_hot
-from ..weights.files import fingerprint
+from ..weights.files import fill, fingerprint
 from ..weights.source import load_tokenizer
 from .cache import TopCache
 from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
 from .features import TOP
 from .files import writing
 from .network import Network
-from .recipe import RecipeFile, fill
+from .recipe import RecipeFile
 from .registry import BuildContext, RecipeKind, kind
 from .scoring import make_scorer
 from .trainer import Trainer, Watch, plan, precision_of, products, training_device
@@ -66,7 +66,7 @@ def prepare(
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
     """
     entry = kind(job.kind)
-    options = fill(entry.Options, dict(job.options), job.where)
+    options = fill(entry.Options, job.options, f"recipe {job.where}")
     if not job.sources:
         raise ConfigError(f"recipe {job.kind!r}", "there is no data", "add a [[data.source]]")
     if job.cache and not entry.cached:

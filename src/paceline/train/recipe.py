@@ -5,17 +5,14 @@ Unknown keys are refused. A recipe names its data by file names; whoever trains 
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from ..core.errors import ConfigError
-from ..core.options import suggest
+from ..weights.files import fill
 from .data import STDLIB, SourceSpec
 from .trainer import Phase, TrainConfig
 
@@ -66,49 +63,20 @@ def read_recipe(path: Path) -> RecipeFile:
         raise ConfigError(f"recipe {path}", "there is no such file", "see zoo/recipes for examples") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path}", f"not TOML ({error})", "correct it") from error
-    table: RecipeTable = fill(RecipeTable, values, path)
-    data: DataTable = fill(DataTable, table.data, path)
+    table: RecipeTable = fill(RecipeTable, values, f"recipe {path}")
+    data: DataTable = fill(DataTable, table.data, f"recipe {path}")
     if not table.recipe:
         raise ConfigError(f"recipe {path}", 'it does not name its kind (recipe = "eagle")', "add it")
     return RecipeFile(
         kind=table.recipe,
         options=table.options,
-        config=fill(TrainConfig, table.train, path),
-        phases=tuple(fill(Phase, p, path) for p in table.phase),
-        sources=tuple(fill(SourceSpec, s, path) for s in data.source),
-        held_out=tuple(fill(SourceSpec, s, path) for s in data.held_out),
+        config=fill(TrainConfig, table.train, f"recipe {path}"),
+        phases=tuple(fill(Phase, p, f"recipe {path}") for p in table.phase),
+        sources=tuple(fill(SourceSpec, s, f"recipe {path}") for s in data.source),
+        held_out=tuple(fill(SourceSpec, s, f"recipe {path}") for s in data.held_out),
         prompt_weight=data.prompt_weight,
         where=path,
     )
-
-
-def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
-    """Return a dataclass from a table of its fields in the file ``where``; a list fills a tuple, a whole number a
-    fraction.
-
-    Raises:
-        ConfigError: unknown keys, wrong types, and what the dataclass itself refuses.
-    """
-    names = [f.name for f in fields(kind)]
-    if unknown := sorted(values.keys() - names):
-        wrong = f"{kind.__name__} has no {unknown[0]!r}"
-        raise ConfigError(f"recipe {where}", wrong, suggest(unknown[0], sorted(names), "option"))
-    try:
-        # As JSON: strict, but for lists, which are all that TOML and JSON have in place of tuples.
-        return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
-    except ValidationError as error:
-        raise _refusal(error, where) from error
-
-
-def _refusal(error: ValidationError, where: Path) -> ConfigError:
-    """Return the first fault that pydantic found; the dataclass's own errors as they are."""
-    fault = error.errors()[0]
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause
-    name, words = ".".join(map(str, fault["loc"])), fault["msg"][:1].lower() + fault["msg"][1:]
-    wrong = f"{name} is missing" if fault["type"] == "missing" else f"{name}={fault['input']!r}: {words}"
-    return ConfigError(f"recipe {where}", wrong, "correct it")
 
 
 def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:

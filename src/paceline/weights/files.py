@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown, suggest
 from .gguf import is_gguf, read_gguf
 from .hashing import content_hash
 
@@ -63,6 +65,32 @@ def read_json(file: Path, remedy: str, wrong: str = "not readable as JSON") -> A
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(file), f"{wrong} ({error})", remedy) from error
+
+
+def fill(kind: type[Any], values: Mapping[str, Any], subject: str, remedy: str = "") -> Any:
+    """Return a dataclass from a table of its fields; a list fills a tuple, a whole number a fraction.
+
+    Args:
+        subject, remedy: of the message where that cannot be.
+
+    Raises:
+        ConfigError: unknown or missing entries, wrong types, and what the dataclass itself refuses.
+    """
+    names = [f.name for f in fields(kind)]
+    if unknown := sorted(values.keys() - {*names}):
+        wrong = f"unknown entry {shown(unknown[0])}"
+        raise ConfigError(subject, wrong, remedy or suggest(unknown[0], sorted(names), "option"))
+    try:
+        # As JSON: strict, but for lists, which are all that TOML and JSON have in place of tuples.
+        return TypeAdapter(kind).validate_json(json.dumps(dict(values), default=str), strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        cause = fault.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # the dataclass's own
+            raise cause from error
+        name, words = ".".join(map(str, fault["loc"])), fault["msg"][:1].lower() + fault["msg"][1:]
+        wrong = f"{name} is missing" if fault["type"] == "missing" else f"{name}={shown(fault['input'])}: {words}"
+        raise ConfigError(subject, wrong, remedy or "correct it") from error
 
 
 @contextmanager
@@ -147,7 +175,7 @@ def fingerprint(folder: str | Path) -> str:
     place = Path(folder)
     if is_gguf(place):
         file = read_gguf(place)
-        return str(file.metadata.get(FINGERPRINT) or _digest(file.paths, place))
+        return str(file.metadata.get(FINGERPRINT) or _digest((file.path,), place))
     files = sorted(file for file in place.glob("*.safetensors") if is_file(file))
     if not files or not is_file(place / "config.json"):
         raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")

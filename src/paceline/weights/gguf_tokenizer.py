@@ -60,28 +60,16 @@ _WHOLE = {*["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"
 PRE_TOKENIZERS = {name: patterns for names, patterns in _KINDS.items() for name in names.split()}
 
 
-def load_gguf_vocabulary(model: GGUF) -> Any:
-    """Return the file's tokenizer as a ``tokenizers.Tokenizer``, which has ids and pieces; None: the file has none.
-
-    Raises:
-        ConfigError: a vocabulary that contradicts itself, or a chat template that is none.
-        CapabilityError: a kind of vocabulary or a pre-tokenizer that is not known here.
-    """
-    if "tokenizer.ggml.tokens" not in model.metadata:
-        return None
-    _check_template(model)
-    return _Builder(model).tokenizer()
-
-
 def load_gguf_tokenizer(model: GGUF) -> Any:
     """Return a file's tokenizer with its chat template, as a ``transformers.TokenizersBackend``; None: it has none.
 
     Raises:
-        ConfigError, CapabilityError: as `load_gguf_vocabulary`.
+        ConfigError: a vocabulary that contradicts itself.
+        CapabilityError: a kind of vocabulary or a pre-tokenizer that is not known here.
     """
-    backend = load_gguf_vocabulary(model)
-    if backend is None:
+    if "tokenizer.ggml.tokens" not in model.metadata:
         return None
+    backend = _Builder(model).tokenizer()
     give_back()  # of 262,144 tokens 190 MB
     from tokenizers import AddedToken, Tokenizer, models
     from transformers import TokenizersBackend
@@ -100,18 +88,6 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
 
 
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' word: the file's
-
-
-def _check_template(model: GGUF) -> None:
-    import jinja2
-
-    subject, remedy = f"the chat template in {model.path}", "repair the file's template, or convert the model again"
-    template = model.metadata.get("tokenizer.chat_template", "")
-    text = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # marks of transformers', for training
-    try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(subject, f"it cannot be parsed: {error.message} in line {error.lineno}", remedy) from error
 
 
 def _writes(tokenizer: Any, bos: str | None) -> bool:

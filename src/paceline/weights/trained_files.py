@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.options import shown
-from .files import free_bytes, is_file, opened, read_json
+from .files import fill, free_bytes, is_file, opened, read_json
 
-Config = TypeVar("Config")
 Made = TypeVar("Made", bound=nn.Module)
-Readers = Mapping[str, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +37,9 @@ class TrainedConfig:
         if not holds:
             subject = f"{self.what} with {name}={shown(getattr(self, name))}"
             raise ConfigError(subject, f"{name} {rule}", f"correct {name}")
+
+
+Config = TypeVar("Config", bound=TrainedConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +89,15 @@ class TrainedFiles:
             raise ConfigError(str(file), f"it is not in format {self.format}", "train it again, or update Paceline")
         return content
 
-    def config(self, kind: Callable[..., Config], folder: Path, readers: Readers | None = None) -> Config:
-        """Return the shape in the JSON file; arguments and errors as for `made` and `entries`."""
-        return self.build_config(kind, self.entries(folder), folder / self.config_file, readers)
+    def config(self, kind: type[Config], folder: Path) -> Config:
+        """Return the shape in the JSON file; errors as for `build_config` and `entries`."""
+        return self.build_config(kind, self.entries(folder), folder / self.config_file)
 
-    def build_config(
-        self, kind: Callable[..., Config], values: Mapping[str, Any], file: Path, readers: Readers | None = None
-    ) -> Config:
-        """Return a dataclass ``kind`` from entries of the JSON file.
-
-        ``readers`` convert, by name, entries that JSON spells in another way.
-
-        Raises:
-            ConfigError: an entry that is unknown or missing, a value that cannot be.
-        """
-        reader: Any = kind
-        values = {name: value for name, value in values.items() if (name, value) not in reader.retired}
-        if unknown := sorted({*values} - {f.name for f in fields(reader)}):
-            raise ConfigError(str(file), f"unknown entries: {', '.join(unknown)[:200]}", self.restore)
-        try:
-            return kind(**{name: (readers or {}).get(name, lambda v: v)(value) for name, value in values.items()})
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(str(file), f"not the configuration of {self.what} ({error})", self.restore) from error
+    def build_config(self, kind: type[Config], values: Mapping[str, Any], file: Path) -> Config:
+        """Return a dataclass ``kind`` from entries of the JSON file; errors as of `fill`."""
+        values = {name: value for name, value in values.items() if (name, value) not in kind.retired}
+        config: Config = fill(kind, values, str(file), self.restore)
+        return config
 
     def tensors(self, folder: Path) -> dict[str, Tensor]:
         """Return the tensors of the safetensors file.

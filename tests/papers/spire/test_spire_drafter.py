@@ -196,7 +196,7 @@ def test_files_hold_what_a_draft_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="memory is"):
         read_memory(other, tmp_path)
     (tmp_path / "spire.json").write_text('{"layers": 2, "width": 3}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="unknown entries: width"):
+    with pytest.raises(ConfigError, match="unknown entry 'width'"):
         read_shape(tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
         read_shape(tmp_path / "nowhere")

@@ -16,7 +16,7 @@ import pickle
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -139,7 +139,7 @@ def read_config(folder: Path) -> HeadsConfig | None:
         ConfigError: neither, or a file that is broken.
     """
     if is_file(folder / CONFIG_FILE):
-        return FILES.config(HeadsConfig, folder, {"accuracies": _rates})
+        return FILES.config(HeadsConfig, folder)
     if _published_file(folder) is None:
         wrong = f"it holds neither {CONFIG_FILE} nor {' or '.join(PUBLISHED)}"
         raise ConfigError(f"Medusa heads {str(folder)!r}", wrong, "name a folder that holds trained heads")
@@ -158,10 +158,6 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -
         return _load_published(folder, dtype, device)
     values = FILES.tensors(folder)
     return FILES.fill(Heads(config, dtype, "meta"), values, folder / WEIGHTS_FILE, device).requires_grad_(False)
-
-
-def _rates(rows: Any) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(rate) for rate in row) for row in rows)
 
 
 def _published_file(folder: Path) -> Path | None:

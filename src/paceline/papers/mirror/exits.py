@@ -95,7 +95,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -
     Raises:
         ConfigError: files or tensors that are missing, broken, misshaped or left over.
     """
-    config = FILES.config(ExitsConfig, folder, {"layers": tuple})
+    config = FILES.config(ExitsConfig, folder)
     values = FILES.tensors(folder)
     return FILES.fill(ExitHeads(config, dtype, "meta"), values, folder / WEIGHTS_FILE, device).requires_grad_(False)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -199,16 +199,7 @@ def read_config(folder: str | Path) -> StreamConfig:
     Raises:
         ConfigError: no such folder, or a file that is missing or broken.
     """
-    return FILES.config(StreamConfig, Path(folder), {"adapter": _adapter})
-
-
-def _adapter(values: Any) -> AdapterConfig | None:
-    if values is None:
-        return None
-    options: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
-    config = AdapterConfig(**options)
-    check(config, "adapters with ")
-    return config
+    return FILES.config(StreamConfig, Path(folder))
 
 
 def check_exit(subject: str, streams: StreamSet) -> None:
