@@ -104,7 +104,7 @@ def eager_mse_cross_entropy(
     weights: Tensor | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """``alpha mean_d (h - H)^2 + (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
+    """``alpha mean_d (h - H)^2 + (-sum_x p log q)``. Reference of a step of `HeadRecipe`."""
     squared = _mean(((state - target_state) ** 2).mean(-1), weights)
     return alpha * squared + eager_mixed(hidden, head, target, weights, omega=1.0)
 

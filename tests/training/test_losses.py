@@ -11,17 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.eager_losses import TargetLogits, eager_cross_entropy, eager_distilled, eager_mixed, eager_mse_cross_entropy
+from kits.eager_losses import TargetLogits, eager_cross_entropy, eager_distilled, eager_mixed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.train.losses import TargetHidden, TargetTop, cross_entropy, distilled, mixed, mse_cross_entropy
+from paceline.train.losses import TargetHidden, TargetTop, cross_entropy, distilled, mixed
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {  # what training calls, and its reference
     "cross_entropy": (cross_entropy, eager_cross_entropy),
     "mixed": (mixed, eager_mixed),
     "mixed_top": (mixed, eager_mixed),
-    "mse_cross_entropy": (mse_cross_entropy, eager_mse_cross_entropy),
     "distilled": (distilled, eager_distilled),
     "distilled_top": (distilled, eager_distilled),
     "distilled_text": (distilled, eager_distilled),
@@ -46,7 +45,6 @@ class Case:
         draw = torch.Generator().manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)  # noqa: E731
         self.hidden, self.head = normal(rows, D).requires_grad_(), normal(VOCAB, D).requires_grad_()
-        self.state, self.target_state = normal(rows, D).requires_grad_(), normal(rows, D)
         self.tokens = torch.randint(VOCAB, (rows,), generator=draw)
         self.weights = torch.rand(rows, generator=draw, dtype=torch.float64).to(dtype)
         self.weights[::3] = 0
@@ -57,13 +55,11 @@ class Case:
     def args(self, name: str) -> tuple[Any, ...]:
         if name == "cross_entropy":
             return self.hidden, self.head, self.tokens
-        if name == "mse_cross_entropy":
-            return self.state, self.target_state, self.hidden, self.head, self.soft
         said = None if name.endswith("_text") else self.top if name.endswith("_top") else self.soft
         return (self.hidden, self.head, said, *([self.tokens] if name.startswith("distilled") else []))
 
     def leaves(self, name: str) -> list[Tensor]:
-        return [self.hidden, self.head] + ([self.state] if name == "mse_cross_entropy" else [])
+        return [self.hidden, self.head]
 
 
 OPTIONS = {
@@ -72,7 +68,6 @@ OPTIONS = {
     "distilled": [{}, {"share": 0.8}, {"share": 1.0}],
     "distilled_top": [{}, {"share": 0.8}, {"share": 0.0}, {"share": 1.0}],
     "distilled_text": [{"share": 0.0}],
-    "mse_cross_entropy": [{}, {"alpha": 0.3}],
 }
 EACH = [(name, options) for name in LOSSES for options in OPTIONS.get(name, [{}])]
 
@@ -116,7 +111,7 @@ def test_rows_of_weight_zero_change_nothing(name: str) -> None:
     wanted = value(function(*case.args(name), case.weights))
     gradients = torch.autograd.grad(wanted, case.leaves(name))
     with torch.no_grad():
-        for tensor in (case.hidden, case.state, case.target_state, case.soft.hidden, case.top.log_probs):
+        for tensor in (case.hidden, case.soft.hidden, case.top.log_probs):
             tensor[off] = math.nan
     case.tokens[off] = IGNORED
     spoilt = value(function(*case.args(name), case.weights))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from kits.eager_losses import eager_cross_entropy, eager_distilled
-from kits.tiny import VOCAB
 from toolkit import examples, largest_file, network, run_until, trainer
 from torch import Tensor
 
@@ -19,12 +18,12 @@ from paceline.train import trainer as training
 from paceline.train.data import TokenBatch, collate
 from paceline.train.features import TOP
 from paceline.train.losses import TargetTop
-from paceline.train.recipes.distillation import DraftModelOptions, DraftModelRecipe
+from paceline.train.recipes.distillation import DistilledOptions, DraftModelRecipe
 from paceline.train.trainer import CHECKPOINT, Phase, plan
 
 
 def draft(seed: int = 1, **options: Any) -> DraftModelRecipe:
-    return DraftModelRecipe(network(seed), network(2, frozen=True), DraftModelOptions(**options), {}, {})
+    return DraftModelRecipe(network(seed), network(2, frozen=True), DistilledOptions(**options), {}, {})
 
 
 def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,36 +69,6 @@ def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
     p, ids = recipe.target.logits(recipe.target(batch)[rows]).softmax(-1).topk(TOP)
     said = TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
     return eager_distilled(recipe.module(batch)[rows], head, said, batch.targets[rows], weights, o.distill)
-
-
-@pytest.mark.parametrize("options", [{}, {"distill": 0.0}], ids=str)
-def test_of_hot_tokens_a_draft_learns_these_alone(options: dict[str, Any]) -> None:
-    """All others have no chance on either side, and a row whose text goes on with one has no weight."""
-    hot = torch.arange(0, VOCAB, 2)
-    o = DraftModelOptions(**{"distill": 0.6, **options})
-    recipe = DraftModelRecipe(network(1), network(2, frozen=True), o, {}, {}, hot=hot)
-    batch = collate([examples(3), examples(2, seed=5)], 96, 0.1)
-    loss, _ = recipe.loss(batch, torch.Generator())
-    rows = (batch.weights > 0) & (batch.targets % 2 == 0)
-    assert 10 < int(rows.sum()) < int((batch.weights > 0).sum()) - 10
-    weights, y = batch.weights[rows].double(), batch.targets[rows] // 2
-    log_p = recipe.target.logits(recipe.target(batch)[rows]).double().log_softmax(-1)
-    log_q = recipe.module.logits(recipe.module(batch)[rows])[:, hot].double().log_softmax(-1)
-    text = -log_q.gather(1, y[:, None])[:, 0]
-    taught = torch.zeros_like(text)
-    if o.distill:
-        named = log_p.topk(TOP).indices
-        kept = torch.zeros_like(log_p, dtype=torch.bool).scatter_(1, named, True)
-        rest = log_p.masked_fill(kept, -torch.inf).logsumexp(-1, keepdim=True)
-        kept = kept[:, hot]
-        p = torch.cat((log_p[:, hot].masked_fill(~kept, -torch.inf), rest), 1).log_softmax(-1)
-        others = log_q.masked_fill(kept, -torch.inf).logsumexp(-1, keepdim=True)
-        q = torch.cat((log_q.masked_fill(~kept, -1e9), others), 1)
-        taught = (p.exp() * (p.clamp_min(-1e9) - q)).sum(-1)
-        taught += torch.where(kept.gather(1, y[:, None])[:, 0], 0.0, others[:, 0] + text)
-    each = o.distill * taught + (1 - o.distill) * text
-    wanted = (each * weights).sum() / weights.sum()
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-3 if o.distill else 1e-6)
 
 
 @pytest.mark.parametrize("signalled", [True, False])

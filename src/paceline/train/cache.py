@@ -4,17 +4,18 @@ Kept are its likeliest next tokens, and for drafters that read states its last h
 
 The target's outputs after a token depend on the token's document alone, not on the row, step or run that takes it. So
 a cache holds documents: a folder for each source, in it one record for each token, at the place that the token has in
-the source. A document is scored when the first run needs it, the part that it reads, and never again;
-files have holes where nothing was requested yet. A document counts as scored once that is written after its records, so
-that a run that ends at any point leaves a cache to continue with.
+the source. A document is scored when the first run needs it, the part that it reads, and never again; files have holes
+where nothing was requested yet. A document's records are written in order, and the last byte of each has the sign of
+log p, which is below 0: a run that ends at any point leaves a cache to continue with.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,41 +31,21 @@ from .files import plain, writing
 from .losses import TargetTop
 from .scoring import Scorer
 
-MADE, RECORDS, SCORED = "made.json", "records.bin", "scored.bin"
+MADE, RECORDS = "made.json", "records.bin"
+FORM = 2  # of the records
 REPORTS = 10  # how often it is reported how far the scoring is
 BATCH_TOKENS = 8192  # scored at a time
 
+# An example that a run reads and nobody has scored so far: its place, its tokens [need] that the run reads.
+Wish = tuple[int, np.ndarray]
+
 
 def record(top: int, vocab: int, width: int = 0) -> np.dtype[Any]:
-    """Return what is kept of a token: ids of the likeliest next ones, their log p and that of all others together,
-    and the bits of its state's ``width`` numbers in bfloat16."""
+    """Return what is kept of a token: ids of the likeliest next ones, the bits of its state's ``width`` numbers in
+    bfloat16, log p of those tokens and of all others together."""
     number = "<u2" if vocab <= 2**16 else "<u4"
     state = [("state", "<u2", (width,))] if width else []
-    return np.dtype([("ids", number, (top,)), ("log_probs", "<f2", (top + 1,)), *state])
-
-
-@dataclass(slots=True)
-class CachedSource:
-    """One source's share of a cache."""
-
-    folder: Path
-    kind: np.dtype[Any]
-    starts: np.ndarray  # [examples + 1] places of the examples' first tokens in the run's numbering; the end
-    scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
-
-    def keep(self, scored: Mapping[int, np.ndarray]) -> None:
-        """Write the records of some examples' first tokens, and after them all that they count."""
-        for number, records in scored.items():
-            at = (int(self.starts[number]) - int(self.starts[0])) * self.kind.itemsize
-            _write(self.folder / RECORDS, at, records.tobytes())
-        for number, records in scored.items():
-            self.scored[number] = len(records)
-            _write(self.folder / SCORED, 4 * number, np.array([len(records)], dtype="<u4").tobytes())
-
-
-# An example that a run reads and nobody has scored so far: the numbers of its source and its own, its tokens [need] as
-# far as the run reads it.
-Wish = tuple[int, int, np.ndarray]
+    return np.dtype([("ids", number, (top,)), *state, ("log_probs", "<f2", (top + 1,))])
 
 
 class TopCache:
@@ -78,7 +59,7 @@ class TopCache:
         width: of the target's states; 0: they are not kept.
 
     Raises:
-        ConfigError: the folder is not a cache, or is damaged.
+        ConfigError: the folder is not a cache.
     """
 
     def __init__(
@@ -90,19 +71,24 @@ class TopCache:
         vocab: int,
         width: int = 0,
     ) -> None:
-        more = {"states": width} if width else {}
-        keys = [{**key, "top": top, "source": Path(s.file).name, "sha256": mark(s.file), **more} for s, _ in sources]
         self.folder, self.top, self.width = folder, top, width
         self.kind = record(top, vocab, width)
-        self.parts: list[CachedSource] = []
         self.examples: list[list[Example]] = []  # of each source, with their places
-        first = 0
-        for (_, examples), source_key in zip(sources, keys, strict=True):
-            starts = first + np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples])))
-            self.examples.append([replace(e, place=int(at)) for e, at in zip(examples, starts, strict=False)])
-            self.parts.append(_open(folder, plain(source_key), starts, self.kind))
-            first = int(starts[-1])
-        self._files: list[np.ndarray] = []  # of each part, once they are read
+        self._files: list[Path] = []  # of each source
+        self._records: list[np.ndarray] = []  # the same, mapped
+        self._firsts: list[int] = []  # their first records' places
+        more, first = {"states": width} if width else {}, 0
+        for spec, examples in sources:
+            ends = first + np.cumsum([len(e.tokens) for e in examples])
+            starts = [first, *ends[:-1].tolist()]
+            self.examples.append([replace(e, place=at) for e, at in zip(examples, starts, strict=True)])
+            source_key = {**key, "top": top, "source": Path(spec.file).name, "sha256": mark(spec.file), **more}
+            count = int(ends[-1]) - first
+            file = _open(folder, plain({**source_key, "form": FORM}), count * self.kind.itemsize)
+            self._files.append(file)
+            self._records.append(np.memmap(file, self.kind, "r", shape=(count,)))
+            self._firsts.append(first)
+            first += count
 
     # -- making
 
@@ -131,32 +117,31 @@ class TopCache:
         """Return what no run has scored yet, short documents first: those of a batch are about as long as each
         other.
         """
-        starts = np.concatenate([part.starts[:-1] for part in self.parts])
+        examples = [example for each in self.examples for example in each]
+        starts = np.array([example.place for example in examples])
         needs = np.zeros(len(starts), dtype=np.int64)
         for batch in batches:
             places = batch.places[batch.weights > 0].numpy()
             numbers = np.searchsorted(starts, places, "right") - 1
             np.maximum.at(needs, numbers, places - starts[numbers] + 1)
-        wishes: list[Wish] = []
-        for index, examples in enumerate(self.examples):
-            lengths, needs = needs[: len(examples)], needs[len(examples) :]
-            for number in np.flatnonzero(lengths > self.parts[index].scored).tolist():
-                wishes.append((index, number, examples[number].tokens[: int(lengths[number])]))
-        return sorted(wishes, key=lambda wish: len(wish[2]))
+        needed = np.flatnonzero(needs)
+        lost = needed[self._at(starts[needed] + needs[needed] - 1)["log_probs"][:, -1] >= 0]
+        wishes = [(examples[i].place, examples[i].tokens[: int(needs[i])]) for i in lost.tolist()]
+        return sorted(wishes, key=lambda wish: len(wish[1]))
 
     def _score(self, scorer: Scorer, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         done, total, began = 0, _tokens(wishes), perf_counter()
         for group in _groups(wishes):
             before, done = done, done + _tokens(group)
-            states, top = scorer([tokens for _, _, tokens in group], self.top)
+            states, top = scorer([tokens for _, tokens in group], self.top)
             rows = np.empty(len(top.ids), dtype=self.kind)
             rows["ids"], rows["log_probs"] = top.ids.cpu().numpy(), top.log_probs.cpu().numpy()
             if self.width:
                 rows["state"] = states.cpu().to(torch.bfloat16).view(torch.uint16).numpy()
-            ends = np.cumsum([len(tokens) for _, _, tokens in group])[:-1]
-            scored = list(zip(group, np.split(rows, ends), strict=True))
-            for index, part in enumerate(self.parts):
-                part.keep({number: records for (source, number, _), records in scored if source == index})
+            ends = np.cumsum([len(tokens) for _, tokens in group])[:-1]
+            for (place, _), records in zip(group, np.split(rows, ends), strict=True):
+                source = int(np.searchsorted(self._firsts, place, "right")) - 1
+                _write(self._files[source], (place - self._firsts[source]) * self.kind.itemsize, records.tobytes())
             if done * REPORTS // total > before * REPORTS // total:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 
@@ -168,8 +153,7 @@ class TopCache:
         Raises:
             ConfigError: the cache has lost what a token needs.
         """
-        records = self._read(batch.places[batch.weights > 0], ["ids", "log_probs"])
-        device = batch.tokens.device
+        records, device = self._read(batch.places[batch.weights > 0]), batch.tokens.device
         ids = torch.from_numpy(records["ids"].astype(np.int64)).to(device)
         return TargetTop(ids, torch.from_numpy(records["log_probs"].astype(np.float32)).to(device))
 
@@ -179,68 +163,58 @@ class TopCache:
         Raises:
             ConfigError: the cache has lost what a token needs.
         """
-        needed = needed_states(batch)
-        records = self._read(batch.places[needed], ["state", "log_probs"])["state"].view(np.int16)
-        states = torch.zeros(*batch.tokens.shape, self.width, device=batch.tokens.device)
-        states[needed] = torch.from_numpy(records).to(batch.tokens.device).view(torch.bfloat16).float()
+        needed, device = needed_states(batch), batch.tokens.device
+        bits = np.ascontiguousarray(self._read(batch.places[needed])["state"]).view(np.int16)
+        states = torch.zeros(*batch.tokens.shape, self.width, device=device)
+        states[needed] = torch.from_numpy(bits).to(device).view(torch.bfloat16).float()
         return states
 
-    def _read(self, rows: Tensor, names: list[str]) -> dict[str, np.ndarray]:
-        """Return [rows] fields of the records at these places."""
+    def _read(self, rows: Tensor) -> np.ndarray:
+        """Return [rows] the records at these places, all of which are there."""
         places = rows.cpu().numpy()
         if len(places) and places.min() < 0:
             raise ValueError("tokens that lie in no cache: of held-out data, run the target")
-        self._files = self._files or [_map(part.folder / RECORDS, self.kind) for part in self.parts]
-        columns = {name: np.empty((len(places), *self.kind[name].shape), self.kind[name].base) for name in names}
-        owners = np.searchsorted([int(part.starts[0]) for part in self.parts], places, "right") - 1
+        records = self._at(places)
+        if (records["log_probs"][:, -1] >= 0).any():
+            raise ConfigError(f"cache {self.folder}", "it has lost records", "run it again: they are made again")
+        return records
+
+    def _at(self, places: np.ndarray) -> np.ndarray:
+        """Return [rows] the records at these places: zeros where there are none."""
+        records = np.empty(len(places), self.kind)
+        owners = np.searchsorted(self._firsts, places, "right") - 1
         for index in np.unique(owners).tolist():
             here = owners == index
-            for name, values in columns.items():
-                values[here] = self._files[index][name][places[here] - int(self.parts[index].starts[0])]
-        if not columns["log_probs"].any(1).all():  # a hole: probabilities of 1 each
-            raise ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made again")
-        return columns
+            records[here] = self._records[index][places[here] - self._firsts[index]]
+        return records
 
 
-def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> CachedSource:
-    """Return a source's part of a cache, made where it is not there. Marks of scored documents must be right."""
+def _open(folder: Path, key: Mapping[str, Any], least_bytes: int) -> Path:
+    """Return the file of a source's records, made where it is not there, with holes up to so many bytes."""
     text = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     place = folder / f"{str(key['source']).split('.')[0]}-{digest}"
-    if not (place / MADE).is_file():
-        with writing(f"--cache {folder}", "name another folder, or train without --cache"):
-            place.mkdir(parents=True, exist_ok=True)
+    with writing(f"--cache {folder}", "name another folder, or train without --cache"):
+        place.mkdir(parents=True, exist_ok=True)
+        if not (place / MADE).is_file():
             (place / MADE).write_text(text, encoding="utf-8")
-    elif (place / MADE).read_text("utf-8") != text:
+        (place / RECORDS).touch()
+        if (place / RECORDS).stat().st_size < least_bytes:
+            os.truncate(place / RECORDS, least_bytes)
+    if (place / MADE).read_text("utf-8") != text:
         raise ConfigError(f"--cache {folder}", f"{place.name} in it is not part of a cache", "name another folder")
-    scored = np.zeros(len(starts) - 1, dtype=np.uint32)
-    if (place / SCORED).is_file():
-        stored = np.fromfile(place / SCORED, dtype="<u4", count=len(scored))
-        scored[: len(stored)] = stored
-    ends = np.where(scored > 0, starts[:-1] - starts[0] + scored, 0)
-    there = (place / RECORDS).stat().st_size if (place / RECORDS).is_file() else 0
-    if (scored > np.diff(starts)).any() or int(ends.max(initial=0)) * kind.itemsize > there:
-        wrong = f"{RECORDS} or {SCORED} is cut or of other data"
-        raise ConfigError(f"cache {place}", wrong, "remove the folder: it is made again")
-    return CachedSource(place, kind, starts, scored)
-
-
-def _map(path: Path, kind: np.dtype[Any]) -> np.ndarray:
-    count = path.stat().st_size // kind.itemsize if path.is_file() else 0
-    if not count:
-        return np.empty(0, dtype=kind)
-    return np.memmap(path, dtype=kind, mode="r", shape=(count,))
+    return place / RECORDS
 
 
 def _tokens(wishes: Sequence[Wish]) -> int:
-    return sum(len(tokens) for _, _, tokens in wishes)
+    return sum(len(tokens) for _, tokens in wishes)
 
 
 def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
     """Yield wishes to score together: `BATCH_TOKENS` with padding, one at least."""
     group: list[Wish] = []
     for wish in wishes:
-        if group and (len(group) + 1) * len(wish[2]) > BATCH_TOKENS:  # they come in the order of their length
+        if group and (len(group) + 1) * len(wish[1]) > BATCH_TOKENS:  # they come in the order of their length
             yield group
             group = []
         group.append(wish)
@@ -250,6 +224,6 @@ def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
 
 def _write(path: Path, at: int, data: bytes) -> None:
     """Write plainly, not through a mapping: a full disk is then an error that can be reported, and not a bus fault."""
-    with path.open("r+b" if path.is_file() else "w+b") as handle:
+    with path.open("r+b") as handle:
         handle.seek(at)
         handle.write(data)

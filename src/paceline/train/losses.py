@@ -20,9 +20,9 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunked import RowLoss, SoftTarget, TargetHidden, TargetTop, chunked_loss, inverse, wide
+from .chunked import RowLoss, SoftTarget, TargetHidden, TargetTop, chunked_loss, wide
 
-__all__ = ["SoftTarget", "TargetHidden", "TargetTop", "cross_entropy", "distilled", "mixed", "mse_cross_entropy"]
+__all__ = ["SoftTarget", "TargetHidden", "TargetTop", "cross_entropy", "distilled", "mixed"]
 
 Compared: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 NONE = -1e9  # a logit without a chance, whose product with a chance of 0 is 0
@@ -190,42 +190,3 @@ def distilled(
 
     loss, each = chunked_loss(hidden, head, of_rows, weights, **options)
     return loss, each[1:]
-
-
-# -- state regression and distillation
-
-
-def mse_cross_entropy(
-    state: Tensor,
-    target_state: Tensor,
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    weights: Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    **options: Any,
-) -> Tensor:
-    """Return state regression and distillation: ``alpha MSE(h, H) + CE(softmax(l'), softmax(L))``.
-
-    Source: Lyanna, section 4.1. MSE is the mean over the d entries of a state; CE is -sum_x p log q. Where
-    l' adds a term U e(t) for the token to head h, give hidden = [h, e(t)] and head = [head, U].
-
-    Args:
-        state, target_state: [rows, d] last-layer states of the model in training and of the target.
-        alpha: at least 0.
-        hidden, head, target, weights, options: as `mixed`.
-    """
-    soft = mixed(hidden, head, target, weights, omega=1.0, **options)
-    squared = _squared_error(state, target_state, weights, options.get("denominator"))
-    return alpha * squared + soft
-
-
-def _squared_error(state: Tensor, target: Tensor, weights: Tensor | None, denominator: Tensor | float | None) -> Tensor:
-    """Return weighted mean over rows of the mean squared difference of a row's entries."""
-    dtype = wide(state, target)
-    weights = torch.ones(len(state), device=state.device) if weights is None else weights
-    rows = weights.nonzero()[:, 0]  # a state that does not count may hold anything
-    share = weights[rows].to(dtype)
-    errors = (state[rows].to(dtype) - target.detach()[rows].to(dtype)).square().mean(-1)  # [kept]
-    return (errors * share).sum() * inverse(share.sum() if denominator is None else denominator, state, dtype)

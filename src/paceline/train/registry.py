@@ -76,7 +76,7 @@ class RecipeKind:
 
 
 KINDS = {
-    "draft_model": RecipeKind("paceline.train.recipes.distillation:DraftModelOptions", cached=True),
+    "draft_model": RecipeKind("paceline.train.recipes.distillation:DistilledOptions", cached=True),
     "streams": RecipeKind("paceline.papers.streaming.recipe:StreamsOptions"),
     "medusa": RecipeKind("paceline.train.recipes.medusa:HeadOptions", cached=True, states=True),
     "exits": RecipeKind("paceline.papers.mirror.exits_recipe:ExitOptions"),

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...model.families import decoder_config
-from ...model.hot import hot_share, places_of
 from ..data import TokenBatch
 from ..features import Features, OnlineFeatures, argmax
 from ..losses import cross_entropy, distilled
-from ..network import Network, config_of_layers, take_layers
+from ..network import Network
 
 if TYPE_CHECKING:
     from ..registry import BuildContext
@@ -71,7 +69,6 @@ class ModelShape:
 class DistilledOptions(ModelShape):
     """A small network, and how it learns from the target."""
 
-    hot_head: float = hot_share()
     distill: float = option(
         0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )
@@ -80,15 +77,6 @@ class DistilledOptions(ModelShape):
 
     def __post_init__(self) -> None:
         check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(DistilledOptions):
-    """A small Llama-family model, or some layers of the target."""
-
-    # What it begins as, without --init: target: so many of the target's layers, evenly spaced, with its embedding, norm
-    # and head; widths and heads are the target's then.
-    start: Literal["random", "target"] = "random"
 
 
 class DraftModelRecipe:
@@ -101,8 +89,6 @@ class DraftModelRecipe:
         config: the draft's config.json.
         held_out: batches by domain.
         features: where it is known what the target emits; None: the target is run on each batch.
-        hot: [H] int64, ascending: the only tokens that are drafted, for which alone the head is computed. Where the
-            text has another one there is nothing to learn. None: all.
     """
 
     name = "draft_model"
@@ -115,12 +101,9 @@ class DraftModelRecipe:
         config: Mapping[str, Any],
         held_out: Mapping[str, Sequence[TokenBatch]],
         features: Features | None = None,
-        hot: Tensor | None = None,
     ) -> None:
         self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
         self.features = features or OnlineFeatures(target)
-        self.hot = None if hot is None else hot.to(target.head_weight.device)
-        self._places = torch.empty(0) if self.hot is None else places_of(self.hot, target.config.vocab_size)
         self._says: dict[str, list[Tensor]] = {}  # what the target emits on held-out data, by domain
 
     def loss(self, batch: TokenBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
@@ -128,13 +111,8 @@ class DraftModelRecipe:
         rows, o = batch.weights > 0, self.options
         weights, tokens = batch.weights[rows], batch.targets[rows]
         target = self.features.targets(batch) if o.distill else None  # where nothing is learned of it, it is not run
-        head = self.module.head_weight
-        if self.hot is not None:
-            head, tokens = head[self.hot], self._places[tokens]
-            if target is not None:
-                head, target = F.pad(head, (0, 0, 0, 1)), target.within(self._places)
-            weights = torch.where(tokens < len(self.hot), weights, 0.0)
-        loss, parts = distilled(self.module(batch)[rows], head, target, tokens, weights, share=o.distill)
+        hidden, head = self.module(batch)[rows], self.module.head_weight
+        loss, parts = distilled(hidden, head, target, tokens, weights, share=o.distill)
         distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {"kl": distance, "ce": entropy} if o.distill else {"ce": entropy}
 
@@ -156,16 +134,11 @@ class DraftModelRecipe:
 
     def _held_out(self, batch: TokenBatch, says: Tensor) -> tuple[float, float]:
         rows = batch.weights > 0
-        ours = self.module(batch)
-        loss = cross_entropy(ours[rows], self.module.head_weight, batch.targets[rows], batch.weights[rows])
+        ours, head = self.module(batch)[rows], self.module.head_weight
+        loss = cross_entropy(ours, head, batch.targets[rows], batch.weights[rows])
         agree = torch.zeros_like(rows)
-        agree[rows] = self._likeliest(ours[rows]) == says
+        agree[rows] = argmax(ours, head) == says
         return float(loss), simulated_length(agree, rows, DEPTH)
-
-    def _likeliest(self, hidden: Tensor) -> Tensor:
-        """Return [rows] the token that is drafted after each of ``hidden`` [rows, d]."""
-        head = self.module.head_weight
-        return argmax(hidden, head) if self.hot is None else self.hot[argmax(hidden, head[self.hot])]
 
     def export(self, folder: Path) -> dict[str, Any]:
         """Return a Hugging Face folder in bf16 (without the tokenizer's files)."""
@@ -195,30 +168,16 @@ def build(options: DistilledOptions, context: BuildContext) -> DraftModelRecipe:
     """Return a fresh draft, or one that continues from ``context.init``.
 
     Raises:
-        ConfigError: another vocabulary, or more layers of the target than it has.
+        ConfigError: another vocabulary.
     """
-    target, folder = context.subject()
+    target, _ = context.subject()
     tokenizer = context.tokenizer
-    keep = spaced(options.layers, target.config.num_layers) if getattr(options, "start", "") == "target" else []
     sizes = target.config.vocab_size, target.config.max_position
     ends = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    config = config_of_layers(folder, keep) if keep else options.config(*sizes, *ends)
+    config = options.config(*sizes, *ends)
     network = type(options).network(decoder_config(config), context.device)
     if context.init is not None:
         network.load_weights(context.init)
-    elif keep:
-        take_layers(network, target, keep)
     else:
         network.init_weights(context.seed)
-    return DraftModelRecipe(network, target, options, config, context.held_out, context.features, context.hot)
-
-
-def spaced(count: int, whole: int) -> list[int]:
-    """Return ``count`` of ``whole`` layers, evenly spaced: the first and the last among them; of one alone the last.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
-    if not 0 < count <= whole:
-        raise ConfigError(f"start=target, layers={count}", f"the target has {whole}", f"give 1 to {whole}")
-    return [whole - 1] if count == 1 else [index * (whole - 1) // (count - 1) for index in range(count)]
+    return DraftModelRecipe(network, target, options, config, context.held_out, context.features)

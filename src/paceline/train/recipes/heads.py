@@ -36,9 +36,10 @@ from ...core.errors import ConfigError
 from ...core.options import check, option
 from ...model.hot import hot_share, places_of
 from ..carriers import CarrierRows, carriers_of, group_attention
+from ..chunked import wide
 from ..data import TokenBatch
 from ..features import EVALUATED_LOGITS, OnlineFeatures, argmax, last_states, no_loss
-from ..losses import TargetTop, mse_cross_entropy
+from ..losses import TargetTop, mixed
 from ..network import attend, finish, project, rotation_of, visible
 from .heads_start import start_from_target
 
@@ -231,11 +232,11 @@ class HeadRecipe:
         hidden, head = self._logit_factors(state, ahead)
         if self.hot is not None:
             target = target.within(self._places)
-        loss = mse_cross_entropy(state, true, hidden, head, target, weights, alpha=self.alpha, frozen=state.shape[1])
-        with torch.no_grad():
-            errors = (state.float() - true.float()).square().mean(-1)
-            squared = float((errors * weights).sum() / weights.sum().clamp_min(torch.finfo().tiny))
-        return loss, squared
+        loss = mixed(hidden, head, target, weights, omega=1.0, frozen=state.shape[1])
+        kind = wide(state, true)
+        errors = (state.to(kind) - true.to(kind)).square().mean(-1)  # of the d entries of a state
+        squared = (errors * weights).sum() / weights.sum().clamp_min(torch.finfo().tiny)
+        return self.alpha * squared + loss, float(squared.detach())
 
     def _logit_factors(self, states: Tensor, ahead: Ahead) -> tuple[Tensor, Tensor]:
         """Return the logits of predicted ``states`` [R, d] as a product, l' = h W_head + RMSNorm(E'(t)) (Lyanna,
