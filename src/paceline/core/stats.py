@@ -35,11 +35,6 @@ class SourceStats:
             for depth in depths:
                 self.accepted_at[depth - 1] += 1
 
-    def merge(self, other: SourceStats) -> SourceStats:
-        """Return the sum of both."""
-        at = [a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
-        return SourceStats(self.drafted + other.drafted, self.accepted + other.accepted, at)
-
 
 @dataclass(slots=True)
 class SpecStats:
@@ -52,8 +47,6 @@ class SpecStats:
     accepted_histogram: list[int] = field(default_factory=list)  # [a]: passes that accepted exactly a drafted tokens
     depth_offered: list[int] = field(default_factory=list)  # [d - 1]: passes that accepted d - 1 and had a node at d
     depth_accepted: list[int] = field(default_factory=list)  # [d - 1]: those of them that accepted at depth d
-    accepted_by_drafted: dict[int, list[int]] = field(default_factory=dict)  # [n][a]: passes that drafted n tokens, one
-    # or more, and accepted a of them
     sources: dict[str, SourceStats] = field(default_factory=dict)  # by proposer
     draft_ms: float = 0.0
     verify_ms: float = 0.0  # target forwards and the choice of tokens
@@ -114,11 +107,6 @@ class SpecStats:
         if len(histogram) <= accepted:
             histogram += [0] * (accepted + 1 - len(histogram))
         histogram[accepted] += 1
-        if drafted:
-            row = self.accepted_by_drafted.setdefault(drafted, [])
-            if len(row) <= accepted:
-                row += [0] * (accepted + 1 - len(row))
-            row[accepted] += 1
         if len(of_depth) < reach:
             of_depth += [0] * (reach - len(of_depth))
             kept_at += [0] * (reach - len(kept_at))
@@ -155,18 +143,11 @@ class SpecStats:
         Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` and ``queue_ms`` the earlier ones.
         ``off_reason`` is kept if nothing at all was drafted.
         """
-        merged = SpecStats(**{name: getattr(self, name) + getattr(other, name) for name in _SUMS})
-        for name in _LISTS:
-            setattr(merged, name, _added(getattr(self, name), getattr(other, name)))
-        for rows in (self.accepted_by_drafted, other.accepted_by_drafted):
-            for drafted, row in rows.items():
-                merged.accepted_by_drafted[drafted] = _added(row, merged.accepted_by_drafted.get(drafted, ()))
-        for part in (self.sources, other.sources):
-            for source, counts in part.items():
-                merged.sources[source] = counts.merge(merged.sources.get(source, SourceStats()))
+        merged = SpecStats(**{name: _sum(getattr(self, name), getattr(other, name)) for name in _SUMS})
         merged.elapsed_ms = max(self.elapsed_ms, other.elapsed_ms)
-        merged.ttft_ms = _earlier(self.ttft_ms, other.ttft_ms)
-        merged.queue_ms = _earlier(self.queue_ms, other.queue_ms)
+        for name in ("ttft_ms", "queue_ms"):
+            times = [t for t in (getattr(self, name), getattr(other, name)) if t is not None]
+            setattr(merged, name, min(times, default=None))
         if not merged.drafted:
             merged.off_reason = self.off_reason or other.off_reason
         return merged
@@ -174,9 +155,7 @@ class SpecStats:
     def as_dict(self) -> dict[str, Any]:
         """Return fields and derived figures, ready for JSON."""
         derived = ("mean_accepted_length", "acceptance_rate", "depth_acceptance", "tokens_per_second")
-        rows = {str(drafted): row for drafted, row in sorted(self.accepted_by_drafted.items())}
-        counts = asdict(self) | {"accepted_by_drafted": rows}
-        return counts | {name: getattr(self, name) for name in derived}
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def headline(self, samples: int = 1) -> str:
         """Return speed, tokens a pass and the prompt's time: ``84 tokens/s, 1.95 tokens a pass, prompt 36 in 0.1 s``.
@@ -212,15 +191,15 @@ class SpecStats:
         return " | ".join(parts)
 
 
-def _added(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
+def _sum(a: Any, b: Any) -> Any:
+    """Return the sum of two counts, or of the counts in two lists, dictionaries or records."""
+    if isinstance(a, list):
+        return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
+    if isinstance(a, dict):
+        return {key: _sum(a.get(key, SourceStats()), b.get(key, SourceStats())) for key in a | b}
+    if isinstance(a, SourceStats):
+        return SourceStats(*(_sum(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
+    return a + b
 
 
-def _earlier(a: float | None, b: float | None) -> float | None:
-    times = [t for t in (a, b) if t is not None]
-    return min(times) if times else None
-
-
-_LISTS = ("accepted_histogram", "depth_offered", "depth_accepted")
-_APART = {*_LISTS, "accepted_by_drafted", "sources", "elapsed_ms", "queue_ms", "ttft_ms", "off_reason"}
-_SUMS = tuple(f.name for f in fields(SpecStats) if f.name not in _APART)
+_SUMS = tuple(f.name for f in fields(SpecStats) if f.name not in ("elapsed_ms", "queue_ms", "ttft_ms", "off_reason"))

@@ -58,14 +58,13 @@ HISTOGRAMS = {
 def shared_counts(engine: Mapping[str, Any]) -> Iterator[Count]:
     """Yield the counters that vLLM has, too."""
     stats = engine["stats"]
-    drafts = sum(map(sum, stats["accepted_by_drafted"].values()))
     plain = {
         "num_preemptions": (stats["preemptions"], "Sequences that had to give way."),
         "prompt_tokens": (stats["prompt_tokens"], "Tokens of prompts."),
         "generation_tokens": (stats["emitted"], "Tokens of answers."),
         "prefix_cache_queries": (engine["prefix_queries"], "Prompt tokens that were looked for in the K/V pool."),
         "prefix_cache_hits": (engine["prefix_hits"], "Those of them that were found."),
-        "spec_decode_num_drafts": (drafts, "Steps of a sequence with drafts."),
+        "spec_decode_num_drafts": (sum(stats["depth_offered"][:1]), "Steps of a sequence with drafts."),
         "spec_decode_num_draft_tokens": (stats["drafted"], "Tokens that were drafted and checked."),
         "spec_decode_num_accepted_tokens": (stats["accepted"], "Those of them that were accepted."),
     }
