@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from ..kernels.calls import RowSpan, TokenPass
-from ..kv.pool import KVPool, SequenceCache
+from ..core.sampling import SamplingParams, SequenceSampler
+from ..core.sequence import Sequence
+from ..core.tree import TokenTree
+from ..kv.pool import KVPool
 from ..model.decoder import Decoder
-from ..model.packing import RowPacker
-from ..model.parallel import BEST
+from .base import Work
+from .compiled import decide_compiled
 from .costs import CostTable
+from .passes import decide, embed, lay_out, packed, read_logits, whole_run
+
+GREEDY = SamplingParams(temperature=0)
 
 QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
 QUICK_BATCHES = (8,)  # sequences of one row each, next to the single one
@@ -61,72 +65,47 @@ class PassTimer:
         size = (room + 64) * sequences  # with room for each sequence to lie in one piece
         shape, dtype = layout or (decoder.cache_shape, decoder.dtype)
         self._pool = KVPool(*shape, size, dtype, decoder.device)
-        for cache in (self._pool.tensors.all_k, self._pool.tensors.all_v):
+        for numbers in (self._pool.tensors.all_k, self._pool.tensors.all_v):
             # Zeros that nobody wrote are one page of memory, read from the processor's caches. Four bytes of 60 are a
             # scale of 0.01, too.
-            cache.fill_(0.5 if dtype.is_floating_point else 60)
-        self._caches = [self._pool.open(expected=room) for _ in range(sequences)]
-        for text in self._caches if context else ():
-            text.reserve(context)
-            self._pool.commit([(text, range(context))])
+            numbers.fill_(0.5 if dtype.is_floating_point else 60)
+        vocab = decoder.config.vocab_size
+        self._works = []
+        for key in range(sequences):
+            tokens = [(7 + i) % vocab for i in range(context + 1)]
+            sampler = SequenceSampler(GREEDY, tokens, seed=0, sample_index=0, vocab_size=vocab)
+            cache = self._pool.open(expected=room)
+            self._works.append(Work(Sequence(key, tokens, len(tokens), sampler, cache=cache), 1, True, rows, rows))
+            if context:
+                cache.reserve(context)
+                self._pool.commit([(cache, range(context))])
 
     @torch.inference_mode()
     def ms(self, sequences: int, rows: int, layers: int | None = None) -> float:
-        """Return ms of one pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
+        """Return ms of one pass as the engine runs it: a root and a chain of ``rows - 1`` nodes of each sequence.
 
-        As the engine does it: in one compiled call where the layers are compiled. Torch's threads, which would choose
-        among many rows, take the processors from the layers' own just when the next pass begins.
+        Packing and the verdict are included.
 
         Args:
             layers: the first so many alone, and the head; None: all.
         """
-        caches = self._caches[:sequences]
+        decoder, works = self._decoder, self._works[:sequences]
+        caches = [work.sequence.cache for work in works if work.sequence.cache is not None]
         for cache in caches:
             cache.reserve(rows)
+        chain = TokenTree.chain([(8 + i) % decoder.config.vocab_size for i in range(rows - 1)], 1.0)
         began = perf_counter()
-        if self._decoder.stack is None or self._decoder.ranks is not None or layers is not None:
-            self._run(caches, rows, layers or self._decoder.num_layers)
-        else:
-            self._decoder.stack.decide(self._chains(caches, rows), self._pool)
+        p = lay_out(works, works, [chain] * sequences if rows > 1 else [])
+        if layers is not None or not decide_compiled(p, decoder, self._pool, None):
+            batch = packed(p, decoder)
+            with nullcontext() if layers is not None else whole_run(p, decoder, batch, self._pool, None):
+                embed(p, decoder, batch)
+                decoder.run_layers(p.state, 0, layers or decoder.num_layers, self._pool)
+                decide(p, None, read_logits(p, decoder))
         elapsed = perf_counter() - began
         for cache in caches:
             cache.rollback()
         return elapsed * 1e3
-
-    def _chains(self, caches: Sequence[SequenceCache], rows: int) -> TokenPass:
-        """Return a chain of ``rows`` rows of each sequence, all of which choose the likeliest token."""
-        count, vocab = len(caches) * rows, self._decoder.config.vocab_size
-        slots: list[int] = []
-        spans = []
-        for i, cache in enumerate(caches):
-            first = cache.committed
-            places = cache.slots(first, first + rows)
-            slots += range(places.start, places.stop) if isinstance(places, slice) else places.tolist()
-            spans.append(RowSpan(i * rows, (i + 1) * rows, first, cache.slots(0, first + rows), None))
-        positions = [cache.committed + i for cache in caches for i in range(rows)]
-        return TokenPass([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))
-
-    def _run(self, caches: Sequence[SequenceCache], rows: int, layers: int) -> None:
-        packer = RowPacker(self._decoder, self._decoder.device)
-        vocab = self._decoder.config.vocab_size
-        for cache in caches:
-            first = cache.committed
-            packer.add(
-                [(7 + i) % vocab for i in range(rows)],
-                range(first, first + rows),
-                slots=cache.slots(first, first + rows),
-                keys=cache.slots(0, first + rows),
-                num_keys=first + rows,
-                prefix=first,
-            )
-        decoder, batch = self._decoder, packer.batch()
-        run = batch, self._pool, BEST, range(packer.rows)
-        with decoder.whole_run(*run) if layers == decoder.num_layers else nullcontext():
-            state = decoder.run_layers(decoder.embed(batch), 0, layers, self._pool)
-            if decoder.stack is not None and decoder.ranks is None:  # it chooses while it computes them
-                decoder.logits(state)
-            else:
-                decoder.best(state.hidden)
 
 
 def quick_estimate(decoder: Decoder, max_sequences: int) -> CostTable:
