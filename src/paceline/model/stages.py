@@ -25,7 +25,7 @@ from ..kv.ledger import SlotStore
 from ..kv.store import KVStore
 from .applications import Application, adapter_ranges
 from .attention.base import slot_indices
-from .base import ForwardState, LayerCache
+from .base import ForwardState, LayerCache, Taps
 from .decoder import Decoder
 from .fields import Slots, Values
 from .packing import RowPacker
@@ -83,9 +83,10 @@ class Frame:
 
     epoch: int
     parts: Sequence[StageRows]
-    hidden: Values | None = None  # [rows, d_model]; None: not embedded yet
+    hidden: Values | None = None  # [rows, d_model, and as much for each of ``taps`` so far]; None: not embedded yet
     moves: Sequence[tuple[Sequence[int], Sequence[int]]] = ()  # source and target slots, to be copied before
     ended: Sequence[int] = ()  # requests of which no frame comes any more
+    taps: Sequence[int] = ()  # layers, ascending, after which states of all rows are taken along
 
     @property
     def rows(self) -> int:
@@ -169,8 +170,13 @@ class Stage:
             self._closed.discard(request)
         if not frame.rows:
             return replace(frame, hidden=None)
-        state = self._state(frame)
-        hidden = self.decoder.run_layers(state, self.start, self.stop, self._cache).hidden
+        state, taps = self._state(frame), Taps(tuple(tap for tap in frame.taps if self.start <= tap < self.stop))
+        hidden = self.decoder.run_layers(
+            state, self.start, self.stop, self._cache, taps if taps.layers else None
+        ).hidden
+        if frame.taps:
+            before = () if frame.hidden is None else (frame.hidden[:, hidden.shape[1] :].to(hidden.device),)
+            hidden = torch.cat([hidden, *before, *(taps.hidden[tap] for tap in taps.layers)], dim=1)
         return replace(frame, hidden=hidden)
 
     def pruned(self, frame: Frame) -> Frame:
@@ -217,7 +223,8 @@ class Stage:
         if frame.hidden is None:
             state = self.decoder.embed(batch)
         else:
-            state = ForwardState(frame.hidden.to(device), batch.positions, batch.slots, batch.attn)
+            hidden = frame.hidden[:, : self.decoder.config.d_model] if frame.taps else frame.hidden
+            state = ForwardState(hidden.contiguous().to(device), batch.positions, batch.slots, batch.attn)
         if any(part.application is not None for part in frame.parts):
             state.adapters = adapter_ranges([part.application for part in frame.parts], ranges)
         return state

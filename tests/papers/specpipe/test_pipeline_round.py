@@ -13,9 +13,9 @@ from kits.native import needs_kernels
 from kits.state import eagle, lyanna
 from kits.tiny import EOS, VOCAB, alone, assemble, draft_model, ids, run, streams, tiny_config, tiny_decoder
 
+from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.draft.base import DrafterSpec
 from paceline.draft.local_sessions import LocalGrowing, LocalSessions
 from paceline.draft.sessions import Expand, NewNodes
 from paceline.engine.base import RoundParts
@@ -167,11 +167,24 @@ def test_drafters_of_states_are_sources(make: Any) -> None:
     assert sum(tick.hits for tick in ticks) > 3
 
 
+@pytest.mark.parametrize("placement", [{"round": "pipeline,stages=3"}, {"pipeline": 2}], ids=str)
+def test_states_of_middle_layers_come_along_with_the_frames(placement: dict[str, Any]) -> None:
+    """SPIRe reads the states after the last but one and the last but two of the target's layers."""
+    options: dict[str, Any] = {"kv_memory": "64MiB", "max_model_len": 256, "threads": 1}
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    prompts = ["The quick brown fox jumps over", "def add(a, b):"]
+    plain_ids = [
+        o.outputs[0].token_ids for o in LLM("paceline-small", drafter=None, **options).generate(prompts, greedy)
+    ]
+    llm = LLM("paceline-small", drafter="spire", **options, **placement)
+    outputs = llm.generate(prompts, greedy)
+    assert [o.outputs[0].token_ids for o in outputs] == plain_ids
+    assert sum(o.stats.accepted for o in outputs) > 20 and llm.engine.round.failure is None
+
+
 def test_what_cannot_run_is_refused_with_the_reason() -> None:
     config = parse_round("pipeline,stages=5")
     assert config is not None
-    low = config.refusal(DrafterSpec(name="eagle", default_budget=4, taps=(2, 5)))
-    assert low is not None and "after layer 2" in low[0] and "eagle" in low[0]
     beside = config.refusal(streams().spec)
     assert beside is not None and "drafts in the target's own pass" in beside[0]
     with pytest.raises(CapabilityError, match="drawn"):

@@ -19,8 +19,6 @@ from ...model.stages import Stage, StagesInTurn, even_cuts
 from .round import PipelineRound
 from .source import Source
 
-LAST = -1  # the tap of the last layer
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(AheadConfig):
@@ -57,8 +55,6 @@ class PipelineConfig(AheadConfig):
             if self.place is not None:
                 return "no drafter is named that a process could serve", remedy
             return None if self.rows is None else ("rows is for drafts, and no drafter is named", remedy)
-        if low := [tap for tap in spec.taps if tap != LAST]:
-            return f"{spec.name} reads states after layer {low[0]}, and the stages give those of the last alone", remedy
         return self.misfit(spec, f"which ends {self.stages} ticks too late", remedy)
 
     def build(self, parts: RoundParts) -> PipelineRound:

@@ -36,6 +36,8 @@ from .flight import Cut, InFlightTree, Offer
 from .records import Running, Tick
 from .source import Source
 
+LAST = -1  # the tap of the last layer
+
 if TYPE_CHECKING:
     from .config import PipelineConfig
 
@@ -60,6 +62,7 @@ class PipelineRound:
         self._spec = None if parts.drafter is None else parts.drafter.spec
         self.sources = () if self._spec is None else self._spec.choices
         self.past = 0 if self._spec is None else self._spec.past
+        self._taps = () if self._spec is None else tuple(tap for tap in sorted(self._spec.taps) if tap != LAST)
         self._guard = None
         if source is not None and self._spec is not None:
             self._guard = SessionGuard(self._spec.name, source.sessions, self._lost)
@@ -175,7 +178,7 @@ class PipelineRound:
         moves, self._moves = self._moves, []
         if not (parts or moves or ended):
             return None
-        return Frame(self._epoch, parts, None, moves, ended)
+        return Frame(self._epoch, parts, None, moves, ended, self._taps)
 
     def _width(self, running: Running) -> int:
         """Return w: drafted tokens of a request in a tick, at most what it allows."""
@@ -306,9 +309,10 @@ class PipelineRound:
                         self.source.begin(Opening.of(running.sequence))
 
     def _observe(self, running: Running, place: int, states: Tensor) -> None:
-        """Show the drafter states of the last layer [rows, d_model], of tokens from ``place`` on."""
+        """Show the drafter states of tokens from ``place`` on: [rows, d_model] of the last layer, then of each tap."""
         if self.drafter is not None and self.drafter.spec.taps:
-            hidden, observe = dict.fromkeys(self.drafter.spec.taps, states), self.drafter.observe
+            layers, observe = states.split(self.target.config.d_model, dim=1), self.drafter.observe
+            hidden = {tap: part.contiguous() for tap, part in zip((LAST, *self._taps), layers, strict=True)}
             seen = StepFeatures([running.sequence], [[]], hidden, [slice(0, len(states))], [place])
             self._asked(lambda source: observe(seen))
 
@@ -351,6 +355,7 @@ class PipelineRound:
         """Decide on roots that the last stage has computed: return who got how many tokens, and how many were hits."""
         emitted: list[tuple[Running, int]] = []
         hits = begin = 0
+        width = self.target.config.d_model
         for part in () if out is None else out.parts:
             assert out is not None and out.hidden is not None
             hidden = out.hidden[begin : begin + len(part.nodes)]
@@ -360,7 +365,7 @@ class PipelineRound:
             if part.visible is None:  # a text
                 if sequence.params.prompt_logprobs is not None:
                     try:
-                        record_prompt(sequence, part.positions[0], hidden, self.target)
+                        record_prompt(sequence, part.positions[0], hidden[:, :width].contiguous(), self.target)
                     except WorkerRestarted:  # of a rank: nothing of the request's own
                         raise
                     except Exception as error:
@@ -380,7 +385,7 @@ class PipelineRound:
         flight, sequence = running.flight, running.sequence
         while flight is not None and not (sequence.fault or sequence.finished) and flight.root in part.nodes:
             row = part.nodes.index(flight.root)
-            logits = self.target.read(hidden[row : row + 1])
+            logits = self.target.read(hidden[row : row + 1, : self.target.config.d_model])
             token = int(choose_nodes(sequence, logits)[0])
             emitted = self._emit(running, token, logits)
             if not emitted or sequence.finished:
