@@ -133,6 +133,7 @@ class Stage:
     start: int
     stop: int
     store: KVStore
+    first: int = 0  # of the target's layers, with which the decoder begins
     epoch: int = 0
     _told: dict[int, Survivors] = field(default_factory=dict)
     _closed: set[int] = field(default_factory=set)
@@ -170,13 +171,12 @@ class Stage:
             self._closed.discard(request)
         if not frame.rows:
             return replace(frame, hidden=None)
-        state, taps = self._state(frame), Taps(tuple(tap for tap in frame.taps if self.start <= tap < self.stop))
-        hidden = self.decoder.run_layers(
-            state, self.start, self.stop, self._cache, taps if taps.layers else None
-        ).hidden
+        own = tuple(tap - self.first for tap in frame.taps if self.start <= tap - self.first < self.stop)
+        state, taps = self._state(frame), Taps(own)
+        hidden = self.decoder.run_layers(state, self.start, self.stop, self._cache, taps if own else None).hidden
         if frame.taps:
             before = () if frame.hidden is None else (frame.hidden[:, hidden.shape[1] :].to(hidden.device),)
-            hidden = torch.cat([hidden, *before, *(taps.hidden[tap] for tap in taps.layers)], dim=1)
+            hidden = torch.cat([hidden, *before, *(taps.hidden[tap] for tap in own)], dim=1)
         return replace(frame, hidden=hidden)
 
     def pruned(self, frame: Frame) -> Frame:

@@ -60,7 +60,7 @@ def start_stages(hosts: ClusterHosts | None, config: LLMConfig, target: LoadedMo
         part = {"start": start, "stop": stop, "slots": slots}
         spec = stage_spec(config, index, part, placements[index], source)
         workers.append(Remote(spec, TIMEOUTS, LocalHandle if hosts is None else hosts.launch(index)))
-    last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
+    last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors, bounds[-2])
     stage_line = StageWorkers(workers, last, source.shape.num_layers, "" if hosts is None else hosts.address)
     finalize(stage_line, end_all, workers)
     stage_line.start()
@@ -137,7 +137,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
     decoder = load_decoder(config, source, exact_layers(config, source), (start, stop))
     shape, kind = kv_layout(config, decoder.local, source.dtype)
     store = KVStore(*shape, slots, kind, where)
-    return StageService(Stage(decoder, 0, stop - start, store), _facts(source, bool(config.exact)))
+    return StageService(Stage(decoder, 0, stop - start, store, start), _facts(source, bool(config.exact)))
 
 
 def _facts(source: Source, exact: bool) -> Facts:
