@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.weights.files import FINGERPRINT, fingerprint
-from paceline.weights.gguf import is_gguf
+from paceline.weights.gguf import is_gguf, read_gguf
 from paceline.weights.source import read_config, resolve_folder
 
 KEPT = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja", "*.model", "vocab*", "merges.txt")
@@ -104,6 +104,8 @@ def _check(folder: Path, out: Path, times: int) -> None:
 
 def _write_gguf(file: Path, out: Path, times: int) -> None:
     read = gguf.GGUFReader(file)
+    if len(read_gguf(file).paths) > 1:
+        raise CapabilityError(f"stretching {file}", "it is in several files", "merge them (llama-gguf-split --merge)")
     family = read.fields["general.architecture"].contents()
     layers = read.fields[f"{family}.block_count"].contents()
     writer = gguf.GGUFWriter(out, family)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from kits.gguf_files import write
+from kits.gguf_files import finish, write
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.weights.gguf import read_gguf
@@ -125,10 +126,42 @@ def test_a_name_twice_is_refused(plain: Path, tmp_path: Path) -> None:
         read_gguf(_changed(file, tmp_path, file.read_bytes().index(b"key.two"), b"key.one"))
 
 
-def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it is one of 2 parts of a model. Join them"):
-        read_gguf(write(tmp_path / "m-00001-of-00002.gguf", changed={"split.no": 0, "split.count": 2}))
-    assert read_gguf(write(tmp_path / "merged.gguf", changed={"split.count": 0})).tensors
+def test_parts_are_one_model(plain: Path, tmp_path: Path) -> None:
+    first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    first.write_bytes(plain.read_bytes())
+    with pytest.raises(ConfigError, match="part 2 of 2 is missing"):
+        read_gguf(first)
+    write(second, seed=3)
+    with pytest.raises(ConfigError, match="is there twice"):
+        read_gguf(second)
+    writer = gguf.GGUFWriter(second, "llama")
+    writer.add_tensor("more.weight", np.ones(4, np.float32))
+    finish(writer)
+    for part in (first, second):
+        model = read_gguf(part)
+        assert model.path == first and "more.weight" in model.tensors and "output_norm.weight" in model.tensors
+    with pytest.raises(ConfigError, match="no part 3 of 2"):
+        read_gguf(tmp_path / "m-00003-of-00002.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"split.no": 1}, r"00001-of-00002.gguf: it is part 2 of 2 .*name them m-00001-of-00002.gguf to m-00002-of-"),
+        ({"split.tensors.count": 18}, r"the parts hold 21 tensors, and 18 are announced"),
+    ],
+)
+def test_parts_that_contradict_their_names_are_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    writer = gguf.GGUFWriter(second, "llama")
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", 2)
+    writer.add_tensor("more.weight", np.ones(4, np.float32))
+    finish(writer)
+    said = {"split.no": 0, "split.count": 2, "split.tensors.count": 21}
+    assert len(read_gguf(write(first, changed=said)).tensors) == 21
+    with pytest.raises(ConfigError, match=words):
+        read_gguf(write(first, changed=said | changed))
 
 
 def test_random_damage_is_refused_or_read(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

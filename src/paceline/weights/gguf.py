@@ -13,11 +13,11 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from .blocks import TYPES, BlockType, StoredRows, dequantise
 
 SUFFIX = ".gguf"
 MAGIC, VERSIONS, MAX_DIMENSIONS = b"GGUF", (2, 3), 4
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _REMEDY = "download the file again"
 _NAME_BYTES = 65_535  # of a key; tensors' names are shorter
 _MOST = 65_536  # keys, and tensors, of a file: Python's objects for one take more bytes than the file needs to name it
@@ -55,7 +56,7 @@ class GGUFTensor:
     name: str  # the file's
     shape: tuple[int, ...]  # rows first, as torch has it: the reverse of the file's order
     type: BlockType
-    file: GGUF
+    file: MappedFile
     start: int  # bytes from the beginning of the file
     source: str = ""  # a checkpoint's name of it
     heads: int = 0  # whose rows are in pairs; 0: they are in order
@@ -112,30 +113,121 @@ class GGUFTensor:
         return data.reshape(math.prod(self.shape[:-1]), -1)
 
 
+class GGUF(NamedTuple):
+    """A model's files as one."""
+
+    paths: tuple[Path, ...]
+    metadata: Mapping[str, Any]  # of the first part
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def path(self) -> Path:
+        """Return the file that names the model."""
+        return self.paths[0]
+
+    def token_id(self, role: str) -> int | None:
+        """Return the id that the file gives a role, as "bos"; None: it gives none.
+
+        Raises:
+            ConfigError: an id that no token has.
+        """
+        key = f"tokenizer.ggml.{role}_token_id"
+        token: int = self.metadata.get(key, NO_TOKEN)
+        if token == NO_TOKEN:
+            return None
+        count = len(self.metadata.get("tokenizer.ggml.tokens", ()))
+        if not 0 <= token < count:
+            wrong = f"{key} is {shown(token)}, and there are {count:,} tokens"
+            raise ConfigError(f"GGUF file {self.path}", wrong, "download the file again, or convert it again")
+        return token
+
+
 def is_gguf(path: str | Path) -> bool:
     """Return whether a path names a GGUF file rather than a folder."""
     return str(path).endswith(SUFFIX)
 
 
-def read_gguf(path: str | Path) -> GGUF:
-    """Read the header of a file.
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return all files of a model in parts, in order, from any of them; a model in one file is that file.
 
     Raises:
-        ConfigError: a file that is missing, truncated, contradicts itself, or is one of a model's parts.
+        ConfigError: a part is missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    stem, _, count = match.groups()
+    if not 1 <= int(match[2]) <= int(count):
+        raise ConfigError(str(path), f"there is no part {int(match[2])} of {int(count)}", "restore its name")
+    # A missing part is named before a list of 99,999 of them is made: the walk ends at the first.
+    parts: list[Path] = []
+    for number in range(1, int(count) + 1):
+        part = path.with_name(f"{stem}-{number:05d}-of-{count}{SUFFIX}")
+        if not part.is_file():
+            wrong = f"part {number} of {int(count)} is missing: {part.name}"
+            raise ConfigError(f"model {path}", wrong, "put all parts into one folder")
+        parts.append(part)
+    return tuple(parts)
+
+
+def gguf_of(place: Path, whole: Callable[[Path], bool]) -> Path | None:
+    """Return the GGUF file that an existing file or folder stands for; None: none.
+
+    It is the file itself, the first of its parts, or the only one in a folder that is not a ``whole`` model of another
+    kind.
+
+    Raises:
+        ConfigError: a file that is not a model, a part that is missing, a folder with several models.
+    """
+    if place.is_file():
+        if not is_gguf(place):
+            wrong = "it is a file, and a model is a folder, or a file that ends in .gguf"
+            raise ConfigError(f"model {place}", wrong, "name the folder that it is in")
+        return parts_of(place)[0]
+    files = sorted(place.glob(f"*{SUFFIX}")) if not whole(place) else []
+    models = sorted({parts_of(file)[0] for file in files})
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models)
+        raise ConfigError(f"model folder {place}", f"it holds {len(models)} models: {names}", "name one of the files")
+    return models[0] if models else None
+
+
+def read_gguf(path: str | Path) -> GGUF:
+    """Read the headers of a model's files; ``path`` is the file, or one of its parts.
+
+    Raises:
+        ConfigError: a file that is missing, truncated or contradicts itself.
         CapabilityError: a file of a version or byte order that is not read here.
     """
     try:
-        status = Path(path).stat()
-        return _read(Path(path), status.st_size, status.st_mtime_ns)
+        parts = parts_of(Path(path))
+        return _read_all(tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts))
     except OSError as error:
         wrong = f"it cannot be read ({error.strerror or error})"
         raise ConfigError(f"model {path}", wrong, "check the path") from error
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, size: int, mtime_ns: int) -> GGUF:
-    """Read a file once; size and time of change are part of the key, so that a replaced file is read again."""
-    return GGUF(path)
+def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
+    """Read files once; size and time of change are part of the key, so that a replaced file is read again."""
+    named: dict[str, GGUFTensor] = {}
+    files = [MappedFile(path) for path, _, _ in stamped]
+    for number, file in enumerate(files):
+        count = max(file.metadata.get("split.count", len(files)), 1)  # a merged file has 0
+        part = file.metadata.get("split.no", number) if count > 1 else 0
+        if (part, count) != (number, len(files)):
+            stem = match[1] if (match := _PART.fullmatch(file.path.name)) else file.path.stem
+            names = " to ".join(f"{stem}-{n:05d}-of-{count:05d}{SUFFIX}" for n in (1, count))
+            wrong = f"it is part {part + 1} of {count} (split.no, split.count), which its name lacks"
+            raise ConfigError(str(file.path), wrong, f"put all parts into one folder, and name them {names}")
+        for tensor in file.tensors:
+            if tensor.name in named:
+                file.refuse(f"tensor {shown(tensor.name)} is there twice")
+            named[tensor.name] = tensor
+    total = files[0].metadata.get("split.tensors.count", len(named))
+    if total != len(named):
+        files[0].refuse(f"the parts hold {len(named)} tensors, and {shown(total)} are announced")
+    return GGUF(tuple(path for path, _, _ in stamped), files[0].metadata, named)
 
 
 # Types of the keys that are read here; arrays of numbers are checked where they are used.
@@ -148,7 +240,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda value: isinstance(value, str),
     ),
     (
-        r"tokenizer\.ggml\.\w+_token_id|split\.count|general\.alignment",
+        r"tokenizer\.ggml\.\w+_token_id|split\.(no|count|tensors\.count)|general\.alignment",
         "a whole number",
         lambda value: type(value) is int,
     ),
@@ -156,7 +248,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 )
 
 
-class GGUF:
+class MappedFile:
     """One file: its metadata and its tensors' places, all of them checked."""
 
     def __init__(self, path: Path) -> None:
@@ -183,28 +275,7 @@ class GGUF:
         if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
             self.refuse(f"general.alignment is {shown(alignment)}; it must be a multiple of 8")
         begin = -(-self._at // alignment) * alignment
-        self.tensors: dict[str, GGUFTensor] = {}
-        for entry in entries:
-            if entry[0] in self.tensors:
-                self.refuse(f"tensor {shown(entry[0])} is there twice")
-            self.tensors[entry[0]] = self._placed(*entry, begin, alignment)
-        if (parts := self.metadata.get("split.count", 1)) > 1:
-            self.refuse(f"it is one of {parts} parts of a model", "join them: llama-gguf-split --merge FIRST-PART OUT")
-
-    def token_id(self, role: str) -> int | None:
-        """Return the id that the file gives a role, as "bos"; None: it gives none.
-
-        Raises:
-            ConfigError: an id that no token has.
-        """
-        key = f"tokenizer.ggml.{role}_token_id"
-        token: int = self.metadata.get(key, NO_TOKEN)
-        if token == NO_TOKEN:
-            return None
-        count = len(self.metadata.get("tokenizer.ggml.tokens", ()))
-        if not 0 <= token < count:
-            self.refuse(f"{key} is {shown(token)}, and there are {count:,} tokens")
-        return token
+        self.tensors = [self._placed(*entry, begin, alignment) for entry in entries]
 
     def refuse(self, wrong: str, remedy: str = _REMEDY) -> NoReturn:
         """Report an error of this file.

@@ -8,32 +8,23 @@ from pathlib import Path
 from ..core.errors import ConfigError
 from ..core.options import shown
 from .files import is_file
-from .gguf import SUFFIX, is_gguf
+from .gguf import gguf_of
 
 # All that is fetched from the hub: no code, and no weights in formats that can run code.
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
 def local(name: str) -> Path | None:
-    """Return the local folder or GGUF file of this name, if there is one; of a folder without config its only file.
+    """Return the local folder of this name, if there is one.
 
     Raises:
-        ConfigError: a path that cannot be looked at: too long, no permission, of an unknown user; a file that is not a
-            model, a folder with several models.
+        ConfigError: a path that cannot be looked at: too long, no permission, of an unknown user.
     """
     try:
         place = Path(name).expanduser()
         if not place.exists():
             return None
-        if place.is_file() and not is_gguf(place):
-            wrong = "it is a file, and a model is a folder, or a file that ends in .gguf"
-            raise ConfigError(f"model {place}", wrong, "name the folder that it is in")
-        models = [] if place.is_file() or is_file(place / "config.json") else sorted(place.glob(f"*{SUFFIX}"))
-        if len(models) > 1:
-            names = ", ".join(file.name for file in models)
-            wrong = f"it holds {len(models)} models: {names}"
-            raise ConfigError(f"model folder {place}", wrong, "name one of the files")
-        return models[0] if models else place
+        return gguf_of(place, lambda folder: is_file(folder / "config.json")) or place
     except ConfigError:  # has a complete message
         raise
     except (OSError, RuntimeError, ValueError) as error:
