@@ -103,18 +103,6 @@ def draft_time(steps: int, compute: float, synchronisation: float = 0.0) -> floa
     return steps * (compute + synchronisation)
 
 
-def allreduce_time(words: float, devices: int, per_hop: float = 0.0, per_word: float = 0.0) -> float:
-    """alpha log G + beta M (appendix C).
-
-    Args:
-        words: M, the message of one rank.
-        devices: G; the logarithm is that of base 2, the hops of a tree.
-        per_hop: alpha.
-        per_word: beta.
-    """
-    return per_hop * math.log2(devices) + per_word * words
-
-
 def message_words(batch: int, tokens: int, width: int, devices: int) -> float:
     """M = B S H / G, as appendix C prints what one rank sends in a collective; it is one share of G (`ring_words`)."""
     return batch * tokens * width / devices

@@ -27,4 +27,4 @@ ROUNDS = {
     "pipeline": "paceline.papers.specpipe.config:PipelineConfig",
 }
 APPLICATIONS = "paceline.papers.streaming.application"  # reads the files of an application
-TRACKS = "paceline.papers.mirror.tracks"  # loads drafts of several tracks
+TRACKS = "paceline.papers.mirror.tracks"  # drafts of several tracks

@@ -83,7 +83,7 @@ def load_decoder(
         "ranks": ranks,
     }
     if source.shape.tracks > 1:
-        return resolve_name(f"{TRACKS}:load_tracks")(source, **options)
+        options["network"] = resolve_name(f"{TRACKS}:Tracks")
     return load_model(source, exact=exact, layers=layers, **options)
 
 
