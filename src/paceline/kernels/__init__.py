@@ -28,7 +28,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
@@ -265,20 +264,9 @@ def _make_folder(folder: Path) -> None:
 
 
 def _output(command: list[str], seconds: float) -> tuple[int, str]:
-    """Return a command's exit status and output, errors first.
-
-    One that is given up ends with all its processes.
-    """
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        except BaseException:  # an interrupt, too
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, errors + output
+    """Return a command's exit status and output, errors first."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+    return done.returncode, done.stderr + done.stdout
 
 
 def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, source: Path) -> Path:

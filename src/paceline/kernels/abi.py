@@ -80,35 +80,12 @@ def declared(library: ctypes.CDLL, source: str) -> Any:
         source: the text that it was compiled from, with the entry points.
 
     Raises:
-        RuntimeError: the library lacks a function, a kind is not known, or a struct is not the one here.
+        RuntimeError: a kind that is not known.
     """
     functions = SimpleNamespace(path=library._name)
-    entries = _ENTRY.findall(source)
-    names = [*(name for _, name, _ in entries), *map("pl_struct_{}".format, STRUCTS)]
-    if lost := [name for name in names if not hasattr(library, name)]:
-        raise RuntimeError(f"{functions.path} is not a library of these kernels: it lacks {lost[0]}; remove it")
-    _require_same(library)
-    for returned, name, arguments in entries:
+    for returned, name, arguments in _ENTRY.findall(source):
         function = getattr(library, name)
         function.argtypes = [_kind(argument.rpartition(" ")[0].strip()) for argument in arguments.split(",")]
         function.restype = _kind(returned)
         setattr(functions, name, function)
     return functions
-
-
-def _require_same(library: Any) -> None:
-    """Refuse a library whose structs are not these.
-
-    Raises:
-        RuntimeError: which struct, and both sides' fields.
-    """
-    for name, struct in STRUCTS.items():
-        size = ctypes.c_int64()
-        layout = getattr(library, f"pl_struct_{name}")
-        layout.restype, layout.argtypes = ctypes.c_char_p, [ctypes.POINTER(ctypes.c_int64)]
-        text = layout(ctypes.byref(size)).decode()
-        if _fields(text) != struct._fields_ or size.value != ctypes.sizeof(struct):
-            wrong = f"struct {name} of the kernels is {{{text}}} of {size.value} bytes"
-            raise RuntimeError(
-                f"{wrong}, in kernels/abi.h it has {ctypes.sizeof(struct)}: start again, the package changed meanwhile"
-            )

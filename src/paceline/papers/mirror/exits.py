@@ -15,7 +15,6 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 6, and E.2.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -155,6 +154,6 @@ def exit_layer(text: str, num_layers: int, subject: str) -> int:
     return layer
 
 
-def shares(num_layers: int, parts: Sequence[float] = (0.25, 0.5, 0.75)) -> tuple[int, ...]:
-    """Return layers in front of exits at these shares of the depth (E.2), rounded down, 1 at least."""
-    return tuple(sorted({max(1, int(num_layers * part)) for part in parts}))
+def shares(num_layers: int) -> tuple[int, ...]:
+    """Return layers in front of exits at a quarter, half and three quarters of the depth (E.2), 1 at least."""
+    return tuple(sorted({max(1, num_layers * quarters // 4) for quarters in (1, 2, 3)}))

@@ -23,7 +23,6 @@ from ...weights.files import fingerprint
 from ...weights.trained_files import resumed
 from .exits import ExitHeads, ExitsConfig, load, shares
 
-DEPTHS = (0.25, 0.5, 0.75)  # shares of the target's depth after which an exit stands
 DISTILL = 0.8  # weight of the distance from the target; the rest is cross-entropy
 KAPPAS = (1, 4, 8)  # candidates whose overlap mass is logged (eq. 9)
 
@@ -146,7 +145,7 @@ def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
     target, folder = context.subject()
     shape = target.config
     config = ExitsConfig(
-        layers=shares(shape.num_layers, DEPTHS),
+        layers=shares(shape.num_layers),
         num_layers=shape.num_layers,
         d_model=shape.d_model,
         vocab_size=shape.vocab_size,

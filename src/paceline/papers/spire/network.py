@@ -7,9 +7,7 @@ the layer's projections of these, after the layer's norm as its own input would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,44 +16,9 @@ from ...kernels.drafts import RingChain, recall, write_keys
 from ...kv.ring import RingCache
 from ...model.base import ForwardState, Taps
 from ...model.decoder import Decoder
-from ...model.families import DecoderConfig
-from ...model.layers import Layer, Norm, rms, rms_constants
-from ...model.linear import make_linear
+from ...model.layers import rms, store
 from ...model.packing import RowPacker
 from ...model.rope import RopeTable, rotated
-
-Projection = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def projection(layer: Layer, c: DecoderConfig) -> Projection:
-    """Return K and V of a layer, of any states: the only products that a verified token costs.
-
-    Compiled layers have their own.
-
-    Args:
-        layer: its weights, not yet finished.
-        c: of the draft.
-
-    Returns:
-        A function of states [rows, d_model] and of their rotation, cos and sin, that gives K and V [rows, kv_heads,
-        head_dim].
-    """
-    dense: Any = layer.qkv
-    first = c.num_heads * c.head_dim
-    weight = dense.weight.data[first:].contiguous()
-    product = make_linear(weight, None if dense.bias is None else dense.bias.data[first:].contiguous())
-    norm = deepcopy(layer.attention_norm)
-    if isinstance(norm, Norm):
-        norm.finish()
-    scale = None if layer.k_norm is None else rms_constants(layer.k_norm.data, c.norm_eps)
-
-    def project(states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = product(norm(states)).view(len(states), 2, c.num_kv_heads, c.head_dim).unbind(1)
-        if scale is not None:
-            k = rms(k, *scale)
-        return rotated(k, cos, sin), v
-
-    return project
 
 
 class SpireNetwork:
@@ -67,12 +30,9 @@ class SpireNetwork:
     """
 
     def __init__(self, decoder: Decoder, memory: Tensor) -> None:
-        c = decoder.config
-        layers: list[Any] = [] if decoder._native else list(decoder.layers)
-        self._projections = [projection(layer, c) for layer in layers]
         self.decoder = decoder.finish()
         wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
-        self._table = RopeTable(c.rope, wide, decoder.device)
+        self._table = RopeTable(decoder.config.rope, wide, decoder.device)
         # [n, n + 1] what the memory of each layer is made of
         self._mix = memory.to(decoder.device, wide).softmax(-1)
 
@@ -103,9 +63,13 @@ class SpireNetwork:
         which = torch.tensor(rows, device=device)
         cos, sin = self._table.rows(torch.tensor(positions, device=device))
         where = torch.tensor(slots, device=device)
-        for index, (project, state) in enumerate(zip(self._projections, states, strict=True)):
-            for cache, values in zip((ring.k[index], ring.v[index]), project(state[which], cos, sin), strict=True):
-                cache.index_copy_(1, where, values.transpose(0, 1))
+        for index, (layer, state) in enumerate(zip(self.decoder.in_order(), states, strict=True)):
+            flat = layer.qkv(layer.attention_norm(state[which])).view(len(rows), -1, layer.head_dim)
+            k, v = flat[:, layer.heads :].chunk(2, 1)
+            if layer._head_scale is not None:
+                k = rms(k, layer._head_scale[layer.heads :], layer._head_floor)
+            store(ring.k[index], where, rotated(k, cos, sin))
+            store(ring.v[index], where, v)
 
     def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, Tensor]:
         """Run one pass; return [rows, V] logits, and [layers, rows, d_model] the memory of the rows."""

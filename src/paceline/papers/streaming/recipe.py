@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -24,9 +24,10 @@ from ...train.data import TokenBatch
 from ...train.features import EVALUATED_LOGITS, TOP, argmax, likeliest, no_loss
 from ...train.losses import SoftTarget, cross_entropy, distilled
 from ...train.network import Network
+from ...train.recipes.heads import BRANCHES, held_out_figures
 from ...weights.files import fingerprint
 from ...weights.trained_files import resumed
-from .ahead import Aims, Tally
+from .ahead import Aims
 from .model import StreamConfig, StreamSet
 from .multistream import lossless_streams, main_pass, shared_pass
 
@@ -252,32 +253,29 @@ class StreamRecipe:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Figures on held-out answers, by domain.
+        """Figures on held-out answers, by domain, as of `HeadRecipe.evaluate`: a stream is a step.
 
-        ``loss/..``: of each stream (nats), ``agreement/../j``: share of rows where the likeliest token of stream j is
-        the target's own, ``accepted/..``: mean number of tokens that a chain of the likeliest tokens gets accepted
-        (the run of agreements from stream 1 on), ``accepted_top3/..``: the same where a place counts if the target's
-        token is among a stream's three likeliest, which bounds a tree of three children. All teacher-forced: the
-        target's token at t + 1 + j is the likeliest of main row t + j along the data. In shared mode also
+        The target's token at t + 1 + j is the likeliest of main row t + j along the data. In shared mode also
         ``loss/../main``.
         """
         figures: dict[str, float] = {}
         for domain, batches in self.held_out.items():
-            figures |= {name.format(domain): value for name, value in self._domain(batches).items()}
+            judged, loss, weight = list[tuple[Tensor, Tensor]](), 0.0, 0.0
+            for held in batches:
+                batch = held.to(self.network.head_weight.device)
+                carriers = choose_carriers(batch)
+                final, streams = self._outputs(batch, carriers)
+                if self.options.mode == "shared":
+                    own = float(batch.weights.sum())
+                    loss, weight = loss + float(self._main_loss(final, batch)) * own, weight + own
+                if self.module.config.gamma and len(carriers):
+                    judged.append(self._judged(final, streams, Aims.of(batch, carriers, self.module.config.gamma)))
+            if judged:
+                found = held_out_figures(*(torch.cat(columns, 1) for columns in zip(*judged, strict=True)))
+                figures |= {name.format(domain): value for name, value in found.items()}
+            if weight:
+                figures[f"loss/{domain}/main"] = loss / weight
         return figures
-
-    def _domain(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
-        tally = Tally(self.module.config.gamma)
-        for held in batches:
-            batch = held.to(self.network.head_weight.device)
-            carriers = choose_carriers(batch)
-            final, streams = self._outputs(batch, carriers)
-            if self.options.mode == "shared":
-                weights = batch.weights.sum()
-                tally.main(float(self._main_loss(final, batch) * weights), float(weights))
-            if self.module.config.gamma and len(carriers):
-                self._tally(tally, final, streams, Aims.of(batch, carriers, self.module.config.gamma))
-        return tally.figures()
 
     def _outputs(self, batch: TokenBatch, carriers: CarrierRows) -> tuple[Tensor, Tensor]:
         """Return main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
@@ -289,14 +287,16 @@ class StreamRecipe:
         streams = [lossless_streams(self.network, self.module, main, part)[0] for part in parts]
         return main.final, torch.cat(streams) if streams else main.final.new_zeros(0, 0, 0)
 
-    def _tally(self, tally: Tally, final: Tensor, streams: Tensor, aims: Aims) -> None:
-        """Count a batch, some carriers at a time."""
-        says = argmax(final, self.network.head_weight)  # [B * T] the target's own next tokens
+    def _judged(self, final: Tensor, streams: Tensor, aims: Aims) -> tuple[Tensor, Tensor]:
+        """Return what `held_out_figures` counts of a batch, some carriers at a time."""
+        says = argmax(final, self.network.head_weight)[aims.main]  # [R, gamma] the target's own next tokens
         step = max(1, EVALUATED_LOGITS // (self.network.head_weight.shape[0] * streams.shape[1]))
-        for start in range(0, len(streams), step):
-            cut = slice(start, start + step)
-            logits = self.network.logits(streams[cut].to(self.network.head_weight.dtype)).float()  # [n, gamma, V]
-            tally.count(logits, says[aims.main[cut]], aims.tokens[cut], aims.exists[cut])
+        hits = []
+        for part in torch.arange(len(streams), device=streams.device).split(step):
+            logits = self.network.logits(streams[part].to(self.network.head_weight.dtype))  # [n, gamma, V]
+            best = logits.topk(min(BRANCHES, logits.shape[-1]), dim=-1).indices
+            hits.append((best == says[part, :, None]) & aims.exists[part, :, None])
+        return torch.cat(hits).transpose(0, 1), aims.exists.t()
 
     # -- result
 

@@ -1,5 +1,4 @@
-// What Python passes in. Python makes its structs of this text (kernels/abi.py): each says here what it is made of, and
-// Python compares that with what it has read when it loads the library. A struct starts as zeros,
+// What Python passes in. Python makes its structs of this text (kernels/abi.py). A struct starts as zeros,
 // and its fields are set by name: {a, b, c} does not compile, so a field that is put between others shifts no value.
 
 #pragma once
@@ -11,11 +10,7 @@
   struct name {                                      \
     __VA_ARGS__                                      \
     name() { memset((void*)this, 0, sizeof *this); } \
-  };                                                 \
-  const char* pl_struct_##name(int64_t* bytes) {     \
-    *bytes = sizeof(name);                           \
-    return #__VA_ARGS__;                             \
-  }
+  };
 
 extern "C" {
 
