@@ -245,10 +245,14 @@ def _rotary_family(
         raise bad("num_key_value_heads", kv_heads, f"it must divide num_attention_heads = {heads}")
     head_dim = head_dim or f.optional_integer("head_dim", None, MAX_HEAD_DIM) or _head_dim(d_model, heads)
     rotation, limit, note = rope or read_rope(f, head_dim, theta)
-    layers = f.layers()
+    layers, named = f.layers(), f.text("dtype") or f.text("torch_dtype")  # of transformers 5, else of transformers 4
     return DecoderConfig(
-        **_common(f, d_model, heads, tied=tied),
+        family=f.values["model_type"],
+        vocab_size=f.integer("vocab_size"),
+        d_model=d_model,
         d_ff=f.integer("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position=limit,
@@ -258,23 +262,12 @@ def _rotary_family(
         norm_eps=f.number("rms_norm_eps"),
         activation=_activation(f, activation, "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"),
         rope=rotation,
+        tied=f.flag("tie_word_embeddings", tied),
+        bos_id=next(iter(token_ids("bos_token_id", f.values.get("bos_token_id"))), None),
+        eos_ids=token_ids("eos_token_id", f.values.get("eos_token_id")),
+        checkpoint_dtype=None if named is None else named.removeprefix("torch."),
         **options,
     )
-
-
-def _common(f: Fields, d_model: int, heads: int, *, tied: bool) -> Json:
-    named = f.text("dtype") or f.text("torch_dtype")  # the name of transformers 5, else that of transformers 4
-    return {
-        "family": f.values["model_type"],
-        "vocab_size": f.integer("vocab_size"),
-        "d_model": d_model,
-        "num_heads": heads,
-        "num_layers": f.layers(),
-        "tied": f.flag("tie_word_embeddings", tied),
-        "bos_id": next(iter(token_ids("bos_token_id", f.values.get("bos_token_id"))), None),
-        "eos_ids": token_ids("eos_token_id", f.values.get("eos_token_id")),
-        "checkpoint_dtype": None if named is None else named.removeprefix("torch."),
-    }
 
 
 def _head_dim(d_model: int, heads: int) -> int:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.errors import CapabilityError, RankLost
+from ..core.errors import CapabilityError
 from ..kernels import abi, library, unavailable
+from ..kernels.linear import require
 
 CAPACITY = 2**21  # bytes of a buffer; more goes in pieces
 LINE = 128  # bytes of the header, and of a cell
 SPIN_US = 50
-LOST = 7  # `Refusal`
 
 
 class RankMemory:
@@ -129,7 +129,7 @@ class Collectives:
         """
         x = x.contiguous()
         wide = {torch.float32: 0, torch.float64: 1}[x.dtype]
-        _require(self._library.pl_rank_sum(self._at, x.data_ptr(), x.numel(), wide))
+        require(self._library.pl_rank_sum(self._at, x.data_ptr(), x.numel(), wide))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -137,12 +137,5 @@ class Collectives:
         rows, n = x.shape
         out = x.new_empty(rows, self.count * n)
         out[:, self.rank * n : (self.rank + 1) * n] = x
-        _require(self._library.pl_rank_gather(self._at, out.data_ptr(), rows, n * x.element_size()))
+        require(self._library.pl_rank_gather(self._at, out.data_ptr(), rows, n * x.element_size()))
         return out
-
-
-def _require(refused: int) -> None:
-    if refused == LOST:
-        raise RankLost("another rank is gone")
-    if refused:
-        raise ValueError(f"rows that no buffer between ranks holds ({refused})")

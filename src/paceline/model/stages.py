@@ -94,37 +94,6 @@ class Frame:
         return sum(len(part.nodes) for part in self.parts)
 
 
-class Survivors:
-    """Verdicts of a request at a stage, which may come late and in any order: the newest one has all.
-
-    A node that a later verdict left was left by the earlier ones, so an older verdict that comes after a newer one
-    gives nothing new. Nodes that entered after a verdict are none of its business. One thread may deliver while another
-    looks at rows: a verdict's version and nodes are taken as one.
-    """
-
-    def __init__(self) -> None:
-        self._newest: tuple[int, frozenset[int]] = (0, frozenset())
-
-    @property
-    def version(self) -> int:
-        """Return the number of the newest verdict."""
-        return self._newest[0]
-
-    def tell(self, version: int, alive: frozenset[int]) -> bool:
-        """Take a verdict. False: a newer one is known."""
-        if version <= self.version:
-            return False
-        self._newest = version, alive
-        return True
-
-    def rows(self, version: int, nodes: Sequence[int]) -> list[int]:
-        """Return indices of the nodes that are left, of those that entered after so many verdicts; text always is."""
-        newest, alive = self._newest
-        if version >= newest:
-            return [*range(len(nodes))]
-        return [row for row, node in enumerate(nodes) if node == TEXT or node in alive]
-
-
 @dataclass(eq=False)
 class Stage:
     """A range of a target's layers with K and V of their own, in ``store``."""
@@ -135,7 +104,7 @@ class Stage:
     store: KVStore
     first: int = 0  # of the target's layers, with which the decoder begins
     epoch: int = 0
-    _told: dict[int, Survivors] = field(default_factory=dict)
+    _told: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)  # the newest verdict of each request
     _closed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -147,8 +116,13 @@ class Stage:
         self._moved: SlotStore = self.store if line is None else line.followed(self.store, self._cache)
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """Apply a verdict: of the request's rows that entered before it, keep only these nodes."""
-        self._told.setdefault(request, Survivors()).tell(version, alive)
+        """Apply a verdict: of the request's rows that entered before it, keep only these nodes.
+
+        They may come late and in any order: a node that a later verdict left was left by the earlier ones, so the
+        newest has all. One thread may deliver while another looks at rows: version and nodes are taken as one.
+        """
+        if version > self._told.get(request, (0, None))[0]:
+            self._told[request] = version, alive
 
     def close(self, request: int) -> None:
         """End the request: drop all its rows."""
@@ -179,17 +153,22 @@ class Stage:
             hidden = torch.cat([hidden, *before, *(taps.hidden[tap] for tap in own)], dim=1)
         return replace(frame, hidden=hidden)
 
+    def rows_left(self, request: int, version: int, nodes: Sequence[int]) -> Sequence[int]:
+        """Return indices of the nodes that are left, of those that entered after so many verdicts; text always is."""
+        newest, alive = self._told.get(request, (0, frozenset()))
+        if request in self._closed:
+            return ()
+        if version >= newest:
+            return range(len(nodes))
+        return [row for row, node in enumerate(nodes) if node == TEXT or node in alive]
+
     def pruned(self, frame: Frame) -> Frame:
         """Drop the rows that the stage knows to be of no use."""
         parts: list[StageRows] = []
         rows_left: list[int] = []
         begin = 0
-        rows: Sequence[int]
         for part in frame.parts:
-            verdict = self._told.get(part.request)
-            rows = range(len(part.nodes)) if verdict is None else verdict.rows(part.version, part.nodes)
-            if part.request in self._closed:
-                rows = ()
+            rows = self.rows_left(part.request, part.version, part.nodes)
             rows_left += [begin + row for row in rows]
             begin += len(part.nodes)
             if rows:

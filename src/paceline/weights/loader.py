@@ -40,7 +40,7 @@ def load_model(
     native: bool = False,
     layers: tuple[int, int] | None = None,
     ranks: Ranks | None = None,
-    network: type[Decoder] = Decoder,
+    network: type[Decoder] | None = None,
 ) -> Decoder:
     """Load a checkpoint, or a part of its layers.
 
@@ -53,7 +53,7 @@ def load_model(
         layers: the first one, and one past the last one; None: all. They are numbered from 0 then. Without the last
             layer the decoder's embedding and head are zeros, for nobody to use.
         ranks: the share of one of several ranks is loaded, and nothing else is read.
-        network: what the weights go into.
+        network: what the weights go into; None: a `Decoder`.
 
     Raises:
         ConfigError: files that are missing, broken or do not fit the configuration, or weights for which there is
@@ -73,7 +73,7 @@ def load_model(
     blocks = layout.blocks(config) if quant == "stored" else {}
     with memory_for(folder, layout, kind, place, blocks):
         options: dict[str, Any] = {"exact": exact, "quant": quant, "native": native, "ranks": ranks}
-        decoder = network(config, attention, dtype=kind, device=place, **options)
+        decoder = (network or Decoder)(config, attention, dtype=kind, device=place, **options)
         decoder.allocate(blocks)
         for name, parameter in decoder.named_parameters():
             if ranks is not None and ranks.share.absent(name):

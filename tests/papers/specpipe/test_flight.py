@@ -10,7 +10,7 @@ import pytest
 import torch
 from kits.masks import append_layer, kept_cache, pruned, subtree
 
-from paceline.model.stages import TEXT, Survivors
+from paceline.model.stages import TEXT, Stage
 from paceline.papers.specpipe.flight import NONE, Cut, InFlightTree, Offer
 
 Path = tuple[int, ...]  # all tokens of the text up to a node's own
@@ -116,14 +116,15 @@ def test_trees_rows_and_late_stages_are_what_a_replay_finds(seed: int) -> None:
     assert len(world.verdicts) > 3
     for version, level, paths in world.frames:  # a stage that hears of some verdicts, in any order
         told = rng.sample(world.verdicts, rng.randint(0, len(world.verdicts)))
-        stage = Survivors()
-        news = [stage.tell(verdict.version, verdict.alive) for verdict in told]
+        stage = Stage.__new__(Stage)
+        stage.forget(0)
+        for verdict in told:
+            stage.tell(1, verdict.version, verdict.alive)
         newest = max([verdict.version for verdict in told], default=0)
-        assert stage.version == newest and sum(news) <= len(told)
         text = world.text[: newest + 1]
         left = [i for i, path in enumerate(paths) if version >= newest or path[: len(text)] == text]
-        assert stage.rows(version, level) == left
-        assert stage.rows(version, [TEXT, *level]) == [0, *(row + 1 for row in left)]
+        assert [*stage.rows_left(1, version, level)] == left
+        assert [*stage.rows_left(1, version, [TEXT, *level])] == [0, *(row + 1 for row in left)]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,7 +6,7 @@ none), and with the state added to what an exit makes of it, so that it begins a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,40 +92,28 @@ class ExitRecipe:
         probability of the kappa likeliest (overlap mass, eq. 9, at every position).
         """
         figures: dict[str, float] = {}
+        device, vocab = self.target.head_weight.device, len(self.target.head_weight)
+        names, layers = ("accuracy", "agreement", *(f"mass_{kappa}" for kappa in KAPPAS)), self.module.config.layers
         for domain, batches in self.held_out.items():
-            rows, hits, masses = self._sums(batches)
-            for place, layer in enumerate(self.module.config.layers):
-                where = f"{domain}/{layer}"
-                figures[f"accuracy/{where}"] = float(hits[0, place]) / max(1, rows)
-                figures[f"agreement/{where}"] = float(hits[1, place]) / max(1, rows)
-                for kappa, mass in zip(KAPPAS, masses[:, place].tolist(), strict=True):
-                    figures[f"mass_{kappa}/{where}"] = mass / max(1, rows)
-        return figures
-
-    def _sums(self, batches: Sequence[TokenBatch]) -> tuple[int, Tensor, Tensor]:
-        """Return, for one domain: rows; [2, K] hits of the text and of the target; [kappas, K] masses."""
-        count = len(self.module.config.layers)
-        total, hits, masses = 0, torch.zeros(2, count), torch.zeros(len(KAPPAS), count)
-        for batch in batches:
-            for states, last, tokens in self._parts(batch.to(self.target.head_weight.device)):
-                p = self.target.logits(self.target.final(last)).float().softmax(-1)
-                for place, hidden in enumerate(states):
-                    best = self.target.logits(self._normed(place, hidden)).topk(min(max(KAPPAS), p.shape[-1])).indices
-                    both = torch.stack((tokens, p.argmax(-1)))
-                    hits[:, place] += (best[:, 0] == both).sum(-1).cpu()
-                    mass = p.gather(-1, best).cumsum(-1).sum(0).cpu()
-                    masses[:, place] += torch.stack([mass[min(kappa, len(mass)) - 1] for kappa in KAPPAS])
+            total, sums = 0, torch.zeros(len(names), len(layers))
+            for held in batches:
+                batch = held.to(device)
+                *states, last = self.states(batch)
+                tokens = batch.targets[batch.weights > 0]
                 total += len(tokens)
-        return total, hits, masses
-
-    def _parts(self, batch: TokenBatch) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-        """Yield states of the exits, last states and the text's next tokens, some rows at a time."""
-        *states, last = self.states(batch)
-        size = max(1, EVALUATED_LOGITS // self.target.head_weight.shape[0])
-        parts = zip(*(hidden.split(size) for hidden in states), strict=True)
-        rest = last.split(size), batch.targets[batch.weights > 0].split(size)
-        for part, final, tokens in zip(parts, *rest, strict=True):
-            yield list(part), final, tokens
+                for part in torch.arange(len(tokens), device=device).split(max(1, EVALUATED_LOGITS // vocab)):
+                    p = self.target.logits(self.target.final(last[part])).float().softmax(-1)
+                    both = torch.stack((tokens[part], p.argmax(-1)))
+                    for place, hidden in enumerate(states):
+                        logits = self.target.logits(self._normed(place, hidden[part]))
+                        best = logits.topk(min(max(KAPPAS), vocab)).indices
+                        mass = p.gather(-1, best).cumsum(-1).sum(0)
+                        masses = mass[[min(kappa, len(mass)) - 1 for kappa in KAPPAS]]
+                        sums[:, place] += torch.cat(((best[:, 0] == both).sum(-1), masses)).cpu()
+            for name, row in zip(names, sums.tolist(), strict=True):
+                for layer, value in zip(layers, row, strict=True):
+                    figures[f"{name}/{domain}/{layer}"] = value / max(1, total)
+        return figures
 
     # -- result
 
