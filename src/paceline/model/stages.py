@@ -145,12 +145,12 @@ class Stage:
             self._closed.discard(request)
         if not frame.rows:
             return replace(frame, hidden=None)
-        own = tuple(tap - self.first for tap in frame.taps if self.start <= tap - self.first < self.stop)
-        state, taps = self._state(frame), Taps(own)
-        hidden = self.decoder.run_layers(state, self.start, self.stop, self._cache, taps if own else None).hidden
+        layers = tuple(tap - self.first for tap in frame.taps if self.start <= tap - self.first < self.stop)
+        state, taps = self._state(frame), Taps(layers)
+        hidden = self.decoder.run_layers(state, self.start, self.stop, self._cache, taps if layers else None).hidden
         if frame.taps:
             before = () if frame.hidden is None else (frame.hidden[:, hidden.shape[1] :].to(hidden.device),)
-            hidden = torch.cat([hidden, *before, *(taps.hidden[tap] for tap in own)], dim=1)
+            hidden = torch.cat([hidden, *before, *(taps.hidden[tap] for tap in layers)], dim=1)
         return replace(frame, hidden=hidden)
 
     def rows_left(self, request: int, version: int, nodes: Sequence[int]) -> Sequence[int]:

@@ -84,7 +84,7 @@ def make_carriers(index: Tensor, positions: Tensor) -> CarrierRows:
 # -- attention of a block
 
 
-class GroupAttention(torch.autograd.Function):
+class _GroupAttention(torch.autograd.Function):
     """Attention of P carriers' G queries each over K keys that all share and gamma keys of the carrier's own.
 
     The scores of a block exist twice at most, in the forward pass and again in the backward pass; retained
@@ -144,18 +144,18 @@ def group_attention(
     """Attend to all main keys that the carriers see, and of a carrier's own keys to 1 .. j as step j, to all as step
     0."""
     sizes = [rows.stop - rows.start for rows, _ in carriers.blocks]
-    parts = zip(*(heads_first(x, q.shape[2]).split(sizes, 1) for x in (q, *stream_keys)), strict=True)
-    shared = zip(*(keys_of_blocks(heads_first(x, q.shape[2]), carriers.blocks) for x in main), strict=True)
+    parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *stream_keys)), strict=True)
+    shared = zip(*(_pieces(_heads(x, q.shape[2]), carriers.blocks) for x in main), strict=True)
     order = torch.arange(1, stream_keys[0].shape[1] + 1, device=q.device)
     hidden = (steps[:, None] > 0) & (order > steps[:, None])
     outputs = []
     for (rows, _), (queries, own_k, own_v), (k, v) in zip(carriers.blocks, parts, shared, strict=True):
         unseen = _unseen(carriers.positions[rows], steps, k.shape[1], window)
-        outputs.append(GroupAttention.apply(queries, k, v, own_k, own_v, unseen, hidden, q.shape[3] ** -0.5))
+        outputs.append(_GroupAttention.apply(queries, k, v, own_k, own_v, unseen, hidden, q.shape[3] ** -0.5))
     return torch.cat(outputs, 1).permute(1, 2, 0, 3).flatten(2)
 
 
-def keys_of_blocks(x: Tensor, blocks: Sequence[Block]) -> Sequence[Tensor]:
+def _pieces(x: Tensor, blocks: Sequence[Block]) -> Sequence[Tensor]:
     """Return the keys of each block [H, K, D] of all keys [H, flat, D]: cut at once, so that gradients are joined at
     once.
     """
@@ -173,7 +173,7 @@ def _unseen(positions: Tensor, steps: Tensor, keys: int, window: int | None) -> 
     return later | (places <= (positions[:, None] + steps - window)[..., None])
 
 
-def heads_first(x: Tensor, heads: int) -> Tensor:
+def _heads(x: Tensor, heads: int) -> Tensor:
     """Return heads first, each key head as often as it is used: [..., kv_heads, D] -> [heads, ..., D]."""
     first = x.movedim(-2, 0)
     repeat = heads // first.shape[0]

@@ -13,7 +13,7 @@ from ...core.sequence import Sequence
 from ...draft.base import Levels
 
 
-def propose(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int) -> Levels | None:
+def propose(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Levels | None:
     """M_t, the exit's candidates for one sequence; None: its own sampling rules fail, and verification will end it.
 
     Tokens of position j are the corrections that may come after j accepted tokens; of the last one, the bonus token.
@@ -27,13 +27,14 @@ def propose(view: Sequence, window: abc.Sequence[int], logits: Tensor, kappa: in
         window: [gamma] drafted tokens under verification.
         logits: [gamma + 1, V] of the exit.
         kappa: tokens of a position.
+        noisy: whether that noise counts; else scores alone do, as in the paper.
 
     Returns:
         [gamma + 1][<= kappa] tokens, likeliest first, and the log of their shares of the exit's scores.
     """
     paths, first = [window[:place] for place in range(len(logits))], len(view.tokens)
     try:
-        log_p = view.sampler.ranked(logits, paths, range(first, first + len(logits)), True).log_softmax(dim=-1)
+        log_p = view.sampler.ranked(logits, paths, range(first, first + len(logits)), noisy).log_softmax(dim=-1)
     except Exception:
         if view.sampler.fault is None:
             raise

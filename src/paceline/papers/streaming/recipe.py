@@ -266,13 +266,13 @@ class StreamRecipe:
                 carriers = choose_carriers(batch)
                 final, streams = self._outputs(batch, carriers)
                 if self.options.mode == "shared":
-                    own = float(batch.weights.sum())
-                    loss, weight = loss + float(self._main_loss(final, batch)) * own, weight + own
+                    share = float(batch.weights.sum())
+                    loss, weight = loss + float(self._main_loss(final, batch)) * share, weight + share
                 if self.module.config.gamma and len(carriers):
                     judged.append(self._judged(final, streams, Aims.of(batch, carriers, self.module.config.gamma)))
             if judged:
-                found = held_out_figures(*(torch.cat(columns, 1) for columns in zip(*judged, strict=True)))
-                figures |= {name.format(domain): value for name, value in found.items()}
+                rates = held_out_figures(*(torch.cat(columns, 1) for columns in zip(*judged, strict=True)))
+                figures |= {name.format(domain): value for name, value in rates.items()}
             if weight:
                 figures[f"loss/{domain}/main"] = loss / weight
         return figures
