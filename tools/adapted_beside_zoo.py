@@ -14,10 +14,10 @@ import random
 import statistics
 from math import exp, log
 from pathlib import Path
+from time import perf_counter
 
 from paceline import LLM, SamplingParams
 from paceline.api.config import TARGET_OPTIONS
-from paceline.bench.measure import ask
 
 
 def main() -> None:
@@ -48,8 +48,13 @@ def main() -> None:
             for number, line in enumerate(file.open(encoding="utf-8")):
                 ids = json.loads(line)["prompt_tokens"]
                 order = random.Random(repeat + number).sample([*models], len(models))
-                said = {name: ask(models[name], [ids], params) for name in order}
-                tokens = {name: outputs[0].outputs[0].token_ids for name, (outputs, _) in said.items()}
+                said = {}
+                for name in order:
+                    models[name].forget()
+                    began = perf_counter()
+                    [output] = models[name].generate({"prompt_token_ids": ids}, params)
+                    said[name] = output.outputs[0].token_ids, perf_counter() - began
+                tokens = {name: own for name, (own, _) in said.items()}
                 differ += sum(own != tokens["plain"] for own in tokens.values())
                 if repeat:
                     for name, (_, seconds) in said.items():

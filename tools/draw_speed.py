@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.bench.report import load_report
+from paceline.bench.records import REPORT
 from paceline.bench.summary import Summary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "studies"))
@@ -22,7 +22,7 @@ ENGINES = {"paceline": "Paceline", "llama.cpp": "llama.cpp", "vllm": "vLLM", "tr
 
 def speeds(report: Path) -> tuple[list[float], list[float]]:
     """Tokens a second over all workloads, by engine: of plain decoding, and of the fastest other method."""
-    rows = Summary(load_report(report)).overall
+    rows = Summary(REPORT.validate_json(report.read_bytes())).overall
     own = [[row for row in rows if row.method.engine == engine] for engine in ENGINES]
     plain, other = (
         [max(row.speed or 0.0 for row in rows if row.method.plain is wanted) for rows in own]

@@ -17,7 +17,7 @@ from paceline.api.llm import LLM
 from paceline.bench import report as say
 from paceline.bench.config import BenchConfig
 from paceline.bench.measure import EngineRunner, Group
-from paceline.bench.methods import drafter_config, parse_method
+from paceline.bench.methods import drafter_of, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.run import Run
 from paceline.bench.summary import Interval, Summary, best, overall_ratio
@@ -25,6 +25,7 @@ from paceline.bench.workloads import Workload
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import named_values, read, suggest
 from paceline.core.sampling import SamplingParams
+from paceline.draft import registry
 from paceline.weights import zoo
 from paceline.weights.source import resolve_folder
 
@@ -118,7 +119,8 @@ class PeerRun(Run):
         self.peers = {}
         entry = next((e for e in zoo.available() if e.name == self.config.model), None)
         names = [entry.draft if entry is not None else None]
-        names += [getattr(drafter_config(method), "model", None) for method in self.config.methods if method.ours]
+        configs = [registry.parse(drafter_of(method)) for method in self.config.methods if method.ours]
+        names += [getattr(config, "model", None) for config in configs]
         name = next(filter(None, names), None)
         draft = Path(resolve_folder(name)) if name else None
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))

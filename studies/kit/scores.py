@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from kit.task_scores import score_task
 from paceline.api.llm import LLM
 from paceline.bench import encoding, workloads
-from paceline.bench.measure import ask
 from paceline.bench.workloads import Prompt, Workload
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
@@ -87,7 +87,10 @@ def evaluate(
     prepared = [(task, workload, *encoded_prompts(llm, workload, max_new_tokens)) for task, workload in loaded]
     found = []
     for task, workload, prompts, most, notes in prepared:
-        outputs, elapsed_s = ask(llm, prompts, SamplingParams(temperature=0, max_tokens=most), application)
+        llm.forget()
+        began, params = perf_counter(), SamplingParams(temperature=0, max_tokens=most)
+        outputs = llm.generate([{"prompt_token_ids": [*ids]} for ids in prompts], params, application=application)
+        elapsed_s = perf_counter() - began
         texts = [output.outputs[0].text for output in outputs]
         scored = TaskQuality(
             task=task,
@@ -195,7 +198,8 @@ def domain_losses(
     found = []
     for spec, examples in loaded:
         prompts = [example.tokens.tolist() for example in examples]
-        outputs, _ = ask(llm, prompts, params, application)
+        llm.forget()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, application=application)
         losses = [loss for pair in zip(examples, outputs, strict=True) for loss in _losses(*pair)]
         scored = DomainLoss(
             domain=spec.name,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from paceline.api.llm import LLM
-from paceline.bench.measure import ask
 from paceline.core.sampling import SamplingParams
 
 Runner = Callable[[list[list[int]], int], int]  # prompts, new tokens each -> tokens that came out
@@ -72,7 +71,8 @@ def paceline_runner(llm: LLM) -> Runner:
 
     def run(prompts: list[list[int]], new_tokens: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        outputs, _ = ask(llm, prompts, params)
+        llm.forget()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return run

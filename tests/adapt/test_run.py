@@ -23,8 +23,7 @@ from paceline.adapt.run import adapt
 from paceline.adapt.training import train
 from paceline.adapt.verdict import LOOK_UPS, NEW, PRESENT, _words, choose
 from paceline.adapt.work import STATE, RunFolder
-from paceline.bench.records import PLAIN
-from paceline.bench.report import load_report
+from paceline.bench.records import PLAIN, REPORT
 from paceline.bench.summary import Interval
 from paceline.core.errors import ConfigError
 from paceline.draft import adapted
@@ -75,7 +74,8 @@ def test_a_run_leaves_a_drafter_that_every_command_takes(target: Path, prompts: 
     facts = json.loads((out / "drafter" / "training.json").read_text())
     assert facts["tokens_seen"] > 0 and sum(facts["tokens_by_file"].values()) > 0
     assert len(json.loads((out / "drafter" / "hot.json").read_text())["tokens"]) == HOT
-    assert len(load_report(out / "report").trials) == 20 and "# " in (out / "report" / "report.md").read_text()
+    report = REPORT.validate_json((out / "report" / "report.json").read_bytes())
+    assert len(report.trials) == 20 and "# " in (out / "report" / "report.md").read_text()
     params = SamplingParams(temperature=0, max_tokens=16)
     plain = LLM(str(target), threads=1)
     for drafter in (str(out), "auto", f"eagle:{out}/drafter"):

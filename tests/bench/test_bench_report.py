@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from paceline.bench import report as say
-from paceline.bench.records import Method, Report
-from paceline.bench.report import load_report, page, write_text
+from paceline.bench.records import REPORT, Method, Report
+from paceline.bench.report import page, write_text
 from paceline.bench.summary import Summary
 
 EVIL = '<img src="http://evil.example/x" onerror=alert(1)> | `*_[x](y) & "quotes"'
@@ -102,8 +102,7 @@ def test_tables_are_whole_and_names_are_text(case: str) -> None:
 
 def test_json_comes_back(report: Report, tmp_path: Path) -> None:
     path = write_text(tmp_path / "r.json", report.as_json())
-    assert load_report(path).as_json() == report.as_json()
-    assert write_text(tmp_path / "again.json", load_report(path).as_json()).read_text() == path.read_text()
+    assert REPORT.validate_json(path.read_bytes()).as_json() == report.as_json()
 
 
 def test_the_page_says_what_the_summary_says() -> None:

@@ -9,7 +9,7 @@ import pytest
 import transformers  # noqa: F401  (first loaded in a command, its log would go to a stream that is closed afterwards)
 from typer.testing import CliRunner
 
-from paceline.bench.report import load_report
+from paceline.bench.records import REPORT
 from paceline.cli import app
 from paceline.core.errors import ConfigError
 
@@ -31,7 +31,7 @@ def test_a_run_shows_a_table_and_writes_its_files(run: Any, tmp_path: Path) -> N
     assert "fast" in result.stdout and "plain" in result.stdout
     for name in ("report.json", "report.md"):
         assert (tmp_path / name).is_file() and name in result.stdout
-    report = load_report(tmp_path)
+    report = REPORT.validate_json((tmp_path / "report.json").read_bytes())
     assert [m.name for m in report.methods] == ["plain", "fast"]
     assert [e.method for e in report.exactness] == ["fast"] and report.exactness[0].passed
 

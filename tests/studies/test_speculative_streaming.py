@@ -12,7 +12,7 @@ from kits.stream_sets import MODEL, save_all
 from kits.studies import run
 from streaming.common import CUT, study
 
-from paceline.bench.report import load_report
+from paceline.bench.records import REPORT
 from paceline.papers.streaming.model import StreamSet
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,7 +37,7 @@ def test_a_sweep_writes_tables_and_figures(
     assert all(ln["exact"] == "yes" and ln["row_layers"] for ln in values["lines"])
     assert values["sets"][0]["gamma"] == 2
     assert (tmp_path / "appendix_e1.svg").is_file() and "ids equal plain" in (tmp_path / "appendix_e1.md").read_text()
-    assert load_report(tmp_path / "appendix_e1").methods[0].plain
+    assert REPORT.validate_json((tmp_path / "appendix_e1" / "report.json").read_bytes()).methods[0].plain
     assert study.run([*map(str, given), "--out", str(tmp_path)]) == 2 and "--overwrite" in capsys.readouterr().err
 
 

@@ -331,8 +331,9 @@ def drafters_of(config: LLMConfig, source: Source, beside: Sequence[str] = ()) -
         return [config.drafter]
     if sets := [*filter(rows_beside, locate(config.applications or {}, config.offline).values())]:
         return [reader_of(sets[0])]
-    prior = adapted.find(source.folder, config.dtype) if adapted.any_made() else None
-    stored = config.dtype == "auto" and source.folder.is_dir() and source.shape.checkpoint_dtype
-    ours = [prior and adapted.named(prior), zoo.default_drafter(str(source.folder), stored or config.dtype)]
+    dtype = "auto" if config.dtype == "stored" else config.dtype  # of a file's blocks, which `auto` computes with, too
+    prior = adapted.find(source.folder, dtype) if adapted.any_made() else None
+    stored = dtype == "auto" and source.folder.is_dir() and source.shape.checkpoint_dtype
+    ours = [prior and adapted.named(prior), zoo.default_drafter(str(source.folder), stored or dtype)]
     names = dict.fromkeys([*filter(None, ours), zoo.LOOK_UP])
     return [with_parts(beside, name) if beside else name for name in names]

@@ -17,7 +17,6 @@ from typing import Any
 
 from ..api.config import TARGET_OPTIONS, LLMConfig
 from ..api.llm import LLM
-from ..core.outputs import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.sequence import Sequence
 from ..core.stats import SpecStats
@@ -25,7 +24,7 @@ from ..kv.pool import KVPool
 from ..model.decoder import Decoder
 from ..weights.names import weight_map
 from .arrivals import Arrivals
-from .methods import drafter_config
+from .methods import drafter_of
 from .records import Cell, Method, PromptIds, Trial
 
 log = logging.getLogger(__name__)
@@ -80,16 +79,6 @@ def kv_bytes(decoder: Decoder, tokens: int) -> int:
     _, heads, width = decoder.cache_shape
     keys = sum(tokens if window is None else min(tokens, window) for window in decoder.config.windows)
     return 2 * keys * heads * width * decoder.dtype.itemsize
-
-
-def ask(
-    llm: LLM, prompts: abc.Sequence[abc.Sequence[int]], params: SamplingParams, application: str | None = None
-) -> tuple[list[RequestOutput], float]:
-    """Answer prompts of token ids with empty caches; return the outputs, and seconds."""
-    llm.forget()
-    began = perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": [*ids]} for ids in prompts], params, application=application)
-    return outputs, perf_counter() - began
 
 
 def forget(llm: LLM, group: Group) -> None:
@@ -192,7 +181,7 @@ class Builder:
         Raises:
             ConfigError: the method and the model do not fit together.
         """
-        options = {**self._common, "drafter": drafter_config(method), "round": method.round, "dtype": method.dtype}
+        options = {**self._common, "drafter": drafter_of(method), "round": method.round, "dtype": method.dtype}
         # No engine holds sets that it does not run.
         options["applications"] = {name: self._applications[name]} if (name := method.application) else None
         options |= method.settings

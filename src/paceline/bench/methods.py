@@ -63,7 +63,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
         dtype=dtype,
     )
     # What cannot be is refused without loading a model.
-    LLMConfig(model="any", drafter=drafter_config(method), round=round_, dtype=dtype, **values)
+    LLMConfig(model="any", drafter=drafter_of(method), round=round_, dtype=dtype, **values)
     return method
 
 
@@ -114,13 +114,9 @@ def _value(name: str, text: str, subject: str) -> Any:
         raise ConfigError(subject, f"{text!r} is not a value of {name}", f"{name} is {type_name(hint)}") from error
 
 
-def drafter_config(method: Method) -> registry.DrafterConfig | None:
-    """Return the drafter of one of our own methods; None where there is none.
-
-    Raises:
-        ConfigError: as of the registry.
-    """
-    return None if method.drafter in PLAIN_MODES else registry.parse(method.drafter)
+def drafter_of(method: Method) -> str | None:
+    """Return the drafter of one of our own methods, as `LLM` takes it; None where there is none."""
+    return None if method.drafter in PLAIN_MODES else method.drafter
 
 
 def _kind(drafter: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
 import shlex
@@ -12,9 +11,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ..core.errors import ConfigError
 from ..train.files import replacing, writing
-from .records import REPORT, Cell, Exactness, Method, Report
+from .records import Cell, Exactness, Method, Report
 from .summary import CONFIDENCE, RESAMPLES, Interval, Row, Summary, best
 
 FILES = JSON_NAME, PAGE_NAME = "report.json", "report.md"
@@ -33,22 +31,6 @@ DEFINITIONS = {
 
 
 # -- files
-
-
-def load_report(path: Path | str) -> Report:
-    """Read a report from its JSON file (``.json`` or ``.json.gz``), or from the folder that holds it.
-
-    Raises:
-        ConfigError: no such file, not JSON, not a report, or a report of another schema.
-    """
-    file = Path(path)
-    file = file / JSON_NAME if file.is_dir() else file
-    remedy = "name a report.json that `paceline bench --out` wrote"
-    try:
-        data = file.read_bytes()
-        return REPORT.validate_json(gzip.decompress(data) if file.suffix == ".gz" else data)
-    except (OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"report {file}", f"it cannot be read as a benchmark report ({error})", remedy) from error
 
 
 def write_report(report: Report, folder: Path) -> None:

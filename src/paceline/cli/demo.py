@@ -12,11 +12,9 @@ import typer
 from rich.text import Text
 
 from ..api.config import LLMConfig
-from ..api.llm import drafters_of
 from ..bench import workloads
 from ..bench.config import BenchConfig
 from ..bench.methods import NONE, parse_methods
-from ..bench.records import Method
 from ..bench.report import COLUMNS, figures_table
 from ..bench.run import Run
 from ..bench.summary import Row, Summary, speed_logs
@@ -90,7 +88,8 @@ def demo(
     same, total = (sum(getattr(one, name) for one in summary.exact) for name in ("identical", "sequences"))
     word = Text("IDENTICAL", style="bold green") if same == total else Text("DIFFERENT", style="bold red")
     console.print(Text.assemble(word, f": {same} of {total} answers have the same tokens with drafts and without"))
-    drafts = "no drafts (--drafter none)" if best.method.plain else f"drafts of {best.method.drafter}"
+    drafter = run.runner(best.method).llm.config.drafter
+    drafts = "no drafts (--drafter none)" if drafter in (None, NONE) else f"drafts of {drafter}"
     form = "the file's own weights" if best.method.dtype == "stored" else f"--dtype {best.method.dtype}"
     advice = f"On this machine take {form} with {drafts}: {best.speed:.0f} tokens/s."
     console.print(advice, markup=False, soft_wrap=False)
@@ -126,32 +125,21 @@ def _sides(llm: dict[str, Any]) -> dict[str, str]:
     return {"bf16": "bfloat16", "4 bits": "q4_0"}
 
 
-def _drafters(llm: dict[str, Any], dtype: str) -> list[str]:
-    """List the drafters that may be compared with plain decoding, best first.
+def _compare(llm: dict[str, Any], sides: dict[str, str], prompts: int | None) -> tuple[Run, Summary]:
+    """Measure each form plainly and with drafts, in turns on the same prompts; a second form that cannot run leaves.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no drafter is to be compared.
     """
-    # What the file has in blocks is what `auto` computes with, and drafters are made for.
-    config = LLMConfig(**{**llm, "dtype": "auto" if dtype == "stored" else dtype})
-    names = [str(name or NONE) for name in drafters_of(config, config.resolve())]
-    names = [adapted.named(name) if adapted.is_adapted(name) else name for name in names]
-    if drafting := [name for name in names if name != NONE]:
-        return drafting
-    subject = f"--drafter {llm['drafter'] or NONE}"
-    raise ConfigError(subject, "it drafts nothing, and drafts are what the demo compares", "leave --drafter out")
-
-
-def _compare(llm: dict[str, Any], sides: dict[str, str], prompts: int | None) -> tuple[Run, Summary]:
-    """Measure each form plainly and with drafts, in turns on the same prompts.
-
-    In place of a default drafter that cannot run here the next one does; a second form that cannot is left out.
-    """
-    able = {label: _drafters(llm, dtype) for label, dtype in sides.items()}
+    drafter = llm["drafter"]
+    if drafter in (None, NONE):
+        subject = f"--drafter {drafter or NONE}"
+        raise ConfigError(subject, "it drafts nothing, and drafts are what the demo compares", "leave --drafter out")
+    drafter = adapted.named(drafter) if adapted.is_adapted(drafter) else drafter
     while True:
         texts = []
-        for label, (drafter, *_) in able.items():
-            more = f";dtype={sides[label]};kernels={llm['kernels']}"
+        for label, dtype in sides.items():
+            more = f";dtype={dtype};kernels={llm['kernels']}"
             texts += [f"{label} plain=none{more}", f"{label} drafts={drafter}{more}"]
         workloads = TASKS if llm["model"] == DEFAULT_MODEL else (CHAT,)
         setup = BenchConfig(
@@ -171,22 +159,13 @@ def _compare(llm: dict[str, Any], sides: dict[str, str], prompts: int | None) ->
                 report = run.execute()
             break
         except CapabilityError as error:
-            _leave_out(able, run.unprepared, error)
+            refused = run.unprepared
+            if refused is None or not refused.plain or refused is setup.methods[0]:
+                raise
+            label, _ = sides.popitem()
+            note(f"{label} weights are left out: {error.wrong}; {error.remedy}")
         del run  # with its weights, before others are loaded
         gc.collect()
     if report.interrupted:
         raise KeyboardInterrupt
     return run, Summary(report)
-
-
-def _leave_out(able: dict[str, list[str]], refused: Method | None, error: CapabilityError) -> None:
-    """Take what was refused away from the drafters by form; raise the error where nothing can take its place."""
-    label = refused.name.rpartition(" ")[0] if refused else ""
-    if refused and refused.plain and label != [*able][0]:
-        del able[label]
-        note(f"{label} weights are left out: {error.wrong}; {error.remedy}")
-    elif refused and not refused.plain and len(able[label]) > 1:
-        drafter = able[label].pop(0)
-        note(f"drafter {drafter} is left out for {label} weights: {error.wrong}; {able[label][0]} is used instead")
-    else:
-        raise error
