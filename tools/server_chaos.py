@@ -259,7 +259,7 @@ async def chaos(
 ) -> Seen:
     """Start a server, and do all of it; the server's own end is checked, too."""
     server = Server(
-        "--threads", "1", "--drafter", "ngram", "--budget", "6", "--max-waiting", "16", "--max-sequences", "32"
+        "--threads", "1", "--drafter", "ngram", "--budget", "6", "--max-open", "48", "--max-sequences", "32"
     )
     limits = httpx.Limits(max_connections=2 * concurrency)
     try:

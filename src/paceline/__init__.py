@@ -40,7 +40,6 @@ _HOME = {  # public name -> module that defines it
     "ConfigError": ".core.errors",
     "CapabilityError": ".core.errors",
     "RequestError": ".core.errors",
-    "QueueFull": ".core.errors",
     "Speculation": ".core.speculation",
 }
 

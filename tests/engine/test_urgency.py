@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from time import perf_counter
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from kits.tiny import VOCAB, alone, assemble, draft_model, ids, tiny_decoder
 
-from paceline.core.errors import QueueFull
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 
@@ -55,23 +53,6 @@ def test_the_least_urgent_is_preempted_and_says_the_same():
     assert [engine.output(live).outputs[0].token_ids for live in lives] == whole
     preempted = [engine.output(live).stats.preemptions for live in lives]
     assert preempted[0] > 0 and preempted[1] == 0
-
-
-def test_one_more_than_may_wait_is_refused():
-    engine = assemble(decoder=TARGET, max_sequences=2, max_waiting=1)
-    given = prompts(5)
-    for prompt in given[:3]:  # two have places, one waits
-        engine.submit(prompt, GREEDY)
-    with pytest.raises(QueueFull, match="queue is full") as error:
-        engine.submit(given[3], GREEDY)
-    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
-    engine.step()
-    with pytest.raises(QueueFull):
-        engine.submit(given[3], GREEDY)
-    engine.submit(given[3], GREEDY, admitted=True)  # by an engine that was lost
-    assert len(ended(engine)) == 4
-    engine.submit(given[4], GREEDY)
-    assert len(ended(engine)) == 1
 
 
 @pytest.mark.parametrize("drafting", [False, True])

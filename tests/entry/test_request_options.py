@@ -9,7 +9,7 @@ from paceline.core.outputs import Chunk
 
 PROMPT = {"prompt_token_ids": [0, 70, 300, 4000, 5, 6]}
 WARM = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True)
-OPTIONS = {"drafter": "hybrid:prediction+suffix", "kv_memory": "64MiB", "max_prompt_rows": "auto", "max_waiting": 8}
+OPTIONS = {"drafter": "hybrid:prediction+suffix", "kv_memory": "64MiB", "max_prompt_rows": "auto"}
 
 
 def test_options_of_a_request_reach_the_engine():

@@ -87,9 +87,6 @@ class LLMOptions:
     max_batch_rows: int = option(
         512, help="rows of one target pass; longer prompts are computed in chunks", minimum=1, maximum=MAX_BATCH_ROWS
     )
-    max_waiting: int | None = option(
-        None, help="requests that may wait; one more is refused (QueueFull). Default: any number", minimum=0
-    )
     max_prompt_rows: int | str | None = option(
         None,
         help="rows of prompts in a step in which others decode: a number, or auto: as many as make it twice as long. "

@@ -38,8 +38,7 @@ PANELS = {  # of the help: fields by panel; those in none stand among the comman
     "Sampling": " ".join(spec.name for spec in fields(SamplingParams)),
     "Speculation": "round verifier budget applications learn",
     "Model": "dtype device exact kernels threads revision offline",
-    "Memory and batches": "kv_memory kv_cache_dtype max_model_len max_sequences max_batch_rows max_waiting "
-    "max_prompt_rows",
+    "Memory and batches": "kv_memory kv_cache_dtype max_model_len max_sequences max_batch_rows max_prompt_rows",
     "Processes and hosts": "pipeline tensor_parallel cluster",
     "Limits": "max_open request_s drain_s",
 }

@@ -57,18 +57,6 @@ class RequestError(PacelineError):
         self.output = output
 
 
-class QueueFull(PacelineError):
-    """Raised when the queue is full: this request was not admitted.
-
-    Args:
-        waiting: sequences that wait.
-    """
-
-    def __init__(self, waiting: int) -> None:
-        super().__init__(f"a request: the queue is full ({waiting} sequences wait). Try again later.")
-        self.waiting = waiting
-
-
 class WorkerRestarted(PacelineError):
     """Raised when a worker was lost with its K/V and restarts: the engine computes all K/V again."""
 

@@ -13,7 +13,7 @@ from itertools import count
 from time import perf_counter
 from typing import Any, Literal
 
-from ..core.errors import ConfigError, QueueFull, WorkerRestarted
+from ..core.errors import ConfigError, WorkerRestarted
 from ..core.outputs import Chunk, CompletionOutput, RequestOutput
 from ..core.request import StopChecker
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
@@ -98,7 +98,6 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         speculation: Speculation | None = None,
-        admitted: bool = False,
         store: bool = True,
     ) -> str:
         """Check a request and queue it.
@@ -116,7 +115,6 @@ class Engine:
             priority: lower ones run first, and are preempted last; equal ones by arrival.
             deadline_s: seconds from now after which it ends between two steps with what it has, as "deadline".
             speculation: options of its drafts; None: as for any.
-            admitted: whether a lost engine had admitted it: a full queue does not refuse it.
             store: whether it may be learned from, where a learner runs.
 
         Returns:
@@ -128,7 +126,6 @@ class Engine:
                 cannot be read or met. Nothing is queued.
             CapabilityError: a choice of speculation that this round has not by request, or a grammar where there is
                 none to be had. Nothing is queued.
-            QueueFull: as many requests wait as may.
         """
         self.check_application(application)
         arrival = next(self._arrivals)
@@ -142,8 +139,6 @@ class Engine:
         if speculation is not None and speculation.prediction:
             remedy = "encode the prediction with this model's tokenizer"
             checks.check_ids("predicted token id", speculation.prediction, self.limits, remedy)
-        if self.scheduler.full and not admitted:
-            raise QueueFull(len(self.scheduler.waiting))
         prefix = checks.echo(self._texts, prompt_ids, prompt, params)
         live = LiveRequest(
             id=request_id,

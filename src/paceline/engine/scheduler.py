@@ -34,7 +34,6 @@ class SchedulerConfig:
 
     max_sequences: int = 64  # sequences that run at once
     max_batch_rows: int = 512  # rows of one target pass, drafts included
-    max_waiting: int | None = None  # requests that wait; None: any number
     max_prompt_rows: int | Literal["auto"] | None = None  # rows of prompts while others decode; None: any number
 
 
@@ -65,7 +64,6 @@ class Scheduler:
         self._prompt_rows = START_PROMPT_ROWS if rows == AUTO else rows
         self._granted: int | None = None  # prompt rows that this step took; None: nothing bounds them
         self._decode_ms = self._row_ms = 0.0  # running means: a step without prompts, and what a row of them adds
-        self._left = False  # whether the last step left a sequence waiting
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence after those that are as urgent."""
@@ -74,19 +72,6 @@ class Scheduler:
             waiting.append(sequence)
         else:
             waiting.insert(bisect_right(waiting, _priority(sequence), key=_priority), sequence)
-
-    @property
-    def full(self) -> bool:
-        """Return whether as many requests wait as may.
-
-        Those that the next step has places for do not count, as long as the last one left nobody waiting.
-        """
-        most = self.config.max_waiting
-        if most is None:
-            return False
-        if not self._left:
-            most += self.config.max_sequences - len(self.running)
-        return len({sequence.request_id for sequence in self.waiting}) >= most
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Take sequences out, finished or aborted, and free what they hold."""
@@ -130,7 +115,6 @@ class Scheduler:
             free_rows -= needed
         if self.waiting:
             free_rows = self._admit(rows, free_rows)
-            self._left = bool(self.waiting)
         return self._with_drafts([s for s in self.running if id(s) in rows], rows, free_rows)
 
     # -- a long prompt next to sequences that decode

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 from ..api.llm import LLM
-from ..core.errors import CapabilityError, ConfigError, QueueFull
+from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
 from ..core.outputs import Chunk
 from ..core.sampling import SamplingParams
@@ -136,11 +136,8 @@ class EngineService(Service):
                 priority=submission.priority,
                 deadline_s=submission.deadline_s,
                 speculation=submission.speculation,
-                admitted=submission.admitted,
                 store=submission.store,
             )
-        except QueueFull as error:
-            return Rejected(submission.id, "a request", str(error), "try again later", full=True)
         except ConfigError as error:
             return Rejected(submission.id, error.subject, error.wrong, error.remedy)
         live = self._engine.live[submission.id]

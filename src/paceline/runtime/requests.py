@@ -51,7 +51,6 @@ class Submit:
     speculation: Speculation | None = None
     resume_tokens: list[list[int]] = field(default_factory=list)  # by sample, of a lost engine; not sent again
     shows: Literal["", "origins", "steps"] = ""  # fields of chunks in `Shown`
-    admitted: bool = False  # by an engine that was lost: a full queue does not refuse it
     store: bool = True  # whether it may be learned from, where a learner runs
 
 
@@ -77,7 +76,6 @@ class Rejected:
     subject: str
     wrong: str
     remedy: str
-    full: bool = False  # the queue is full: send it again later
 
 
 @dataclass(frozen=True, slots=True)

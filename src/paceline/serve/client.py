@@ -49,10 +49,6 @@ class EngineDown(PacelineError):
     """There is no engine at the moment, or it cannot come back."""
 
 
-class TooMany(PacelineError):
-    """The queue of waiting requests is full."""
-
-
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request in flight; made on the event loop."""
@@ -73,7 +69,7 @@ class OpenRequest:
         if deadline_s is not None:
             deadline_s = max(LEAST_S, deadline_s - (time.monotonic() - self.since))
         tokens = self.tokens if any(self.tokens) else []
-        return replace(self.submission, resume_tokens=tokens, admitted=self.accepted.done(), deadline_s=deadline_s)
+        return replace(self.submission, resume_tokens=tokens, deadline_s=deadline_s)
 
     def new(self, chunk: Chunk) -> Chunk | None:
         """Return the part of a chunk that an earlier engine has not sent; None: nothing."""
@@ -203,7 +199,6 @@ class EngineClient:
 
         Raises:
             ConfigError: the engine refuses it.
-            TooMany: as many wait as may.
             EngineDown: there is no engine at the moment.
         """
         if not self.ready:
@@ -272,8 +267,7 @@ class EngineClient:
                 one.accepted.set_result(None)
         elif isinstance(message, Rejected):
             if (one := self._open.pop(message.id, None)) is not None:
-                refused = ConfigError(message.subject, message.wrong, message.remedy)
-                one.fail(TooMany(message.wrong) if message.full else refused)
+                one.fail(ConfigError(message.subject, message.wrong, message.remedy))
         elif isinstance(message, StatsReply):
             if (waiting := self._looks.pop(message.id, None)) is not None and not waiting.done():
                 waiting.set_result(message.counters)

@@ -24,7 +24,7 @@ from ..core.outputs import Chunk, Logprob
 from ..core.params import SamplingParams
 from ..core.speculation import Speculation
 from ..runtime.requests import Description, Submit
-from .client import STUCK_S, EngineClient, EngineDown, OpenRequest, TooMany
+from .client import STUCK_S, EngineClient, EngineDown, OpenRequest
 from .config import ServeConfig
 from .http import APIError
 from .metrics import Metrics
@@ -238,8 +238,6 @@ async def begin(
         return Answer(server, await server.client.submit(submit), bool(body.stream), begun)
     except ConfigError as error:
         raise APIError(400, str(error), field_of(place, error), "invalid_value") from error
-    except TooMany as error:
-        raise APIError(429, str(error), code="queue_full") from error
     except EngineDown as error:
         raise APIError(503, str(error), code="engine_down") from error
 

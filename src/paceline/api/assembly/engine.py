@@ -76,9 +76,9 @@ def build_engine(config: LLMConfig, target: LoadedModel, hosts: Any = None) -> E
         subject = f"kv_cache_dtype={config.kv_cache_dtype!r} with drafter {drafter.spec.name!r}"
         raise CapabilityError(subject, wrong, "leave it out, or use another drafter")
     max_model_len = model_length(config, decoder.config)
-    same = {name: getattr(config, name) for name in ("max_sequences", "max_batch_rows", "max_waiting")}
-    scheduler = SchedulerConfig(**same, max_prompt_rows=parse_prompt_rows(config.max_prompt_rows))
     rows, sequences = config.max_batch_rows, config.max_sequences
+    prompt_rows = parse_prompt_rows(config.max_prompt_rows)
+    scheduler = SchedulerConfig(max_sequences=sequences, max_batch_rows=rows, max_prompt_rows=prompt_rows)
     scratch = 0 if drafter is None else max(beside * rows, drafter.scratch_slots(rows, sequences))
     pool = make_pool(config, target, max_model_len, scratch)
     for name, context in [] if drafter is None else drafter.spec.limits(max_model_len):
